@@ -21,11 +21,11 @@ from ckptz.errors import CkptzError, ConfigError, WireError, WriteError, check_i
 from ckptz.format.bits import xxh64
 from ckptz.format.dtypes import DType
 from ckptz.kernels import floats
-from ckptz.kernels.wire_arrays import STEP_64, mix_64
+from ckptz.kernels.wire_arrays import STEP_64, mix_64, padded
 from ckptz.wire.header import HEADER_BYTES, MASK_64, Direction, Flag, LinkHeader
 from ckptz.wire.payload import Check, Condition, Payload, decode_payload, encode_payload, raise_if
 from ckptz.wire.policy import FLOAT_KINDS, RAW, LinkPolicy, TensorPlan, policy_of
-from ckptz.wire.state import NO_FEEDBACK, End, LinkState, Memory, MessageKey
+from ckptz.wire.state import NO_FEEDBACK, LinkState, Memory, Message, MessageKey, SlotId
 
 Array = Any
 NOT_FINITE = Flag.NOT_FINITE << 56  # the flag in the first word of a header
@@ -39,16 +39,6 @@ class EncodedMessage:
 
     message: Array
     decode: Callable[[], Array]
-
-
-@dataclass(frozen=True, slots=True)
-class _MessageType:
-    """Direction, dtype, shape and key of one message."""
-
-    direction: Direction
-    dtype: DType
-    shape: tuple[int, ...]
-    key: MessageKey
 
 
 class Link:
@@ -90,7 +80,7 @@ class Link:
         self._torn = ""  # name of the message that has changed the state only in part
         if verify == "step" and not can_check_later(self.policy, fixed):
             raise ConfigError("verify='step' needs messages of fixed size, without aqsgd")
-        self._simulated: dict[tuple[Direction, int, int], int] = {}  # last simulated step of each slot
+        self._simulated: dict[SlotId, int] = {}  # last simulated step of each slot
         self._shapes: dict[tuple[Direction, int], tuple[str, tuple[int, ...]]] = {}
         self.sent_bytes = dict.fromkeys(Direction, 0)
         self.raw_bytes = dict.fromkeys(Direction, 0)
@@ -111,13 +101,12 @@ class Link:
             ConfigError: the patterns are not a tensor of this dtype and shape.
             WireError: the shape changed, or the positions to reuse are missing.
         """
-        tensor = _MessageType(direction, dtype, tuple(shape), key)
-        return self._guarded("tx", tensor, lambda: self._send(tensor, patterns))
+        message = Message("tx", direction, dtype, tuple(shape), key)
+        return self._guarded(message, lambda: self._send(message, patterns))
 
-    def _send(self, tensor: _MessageType, patterns: Array) -> EncodedMessage:
-        direction, dtype, key, k = tensor.direction, tensor.dtype, tensor.key, self.state.kernels
-        due = self.message_cap(direction, dtype, tensor.shape, key, "tx") if self._fixed else 0
-        received, header, frame = self._encode(tensor, patterns)
+    def _send(self, sent: Message, patterns: Array) -> EncodedMessage:
+        k, due = self.state.kernels, self._cap(sent) if self._fixed else 0
+        received, header, frame = self._encode(sent, patterns)
         payload = k.concat(frame.parts)
         words = k.words(dataclasses.replace(header, payload_bytes=len(payload)).pack(), payload)
         words[0] |= k.truth(frame.not_finite) * NOT_FINITE
@@ -125,7 +114,7 @@ class Link:
         words[7] = k.checksum(k.as_bytes(words[:7]))
         padding = k.zeros(max(due - HEADER_BYTES - len(payload), 0), 1, payload)
         message = k.concat([k.as_bytes(words), payload, padding])
-        self.sent_bytes[direction] += len(message)
+        self.sent_bytes[sent.direction] += len(message)
         return EncodedMessage(message, received)
 
     def simulate(
@@ -148,57 +137,50 @@ class Link:
             WireError: the same message was simulated before, as after an interrupt that lost its result; the
                 state has already counted it.
         """
-        tensor = _MessageType(direction, dtype, tuple(shape), key)
-        return self._guarded("tx", tensor, lambda: self._simulate(tensor, patterns, is_repeated))
+        message = Message("tx", direction, dtype, tuple(shape), key)
+        return self._guarded(message, lambda: self._simulate(message, patterns, is_repeated))
 
-    def _simulate(self, tensor: _MessageType, patterns: Array, is_repeated: bool) -> Array:
-        direction, key = tensor.direction, tensor.key
-        slot = direction, key.tensor, key.microbatch
-        if not (key.is_eval or is_repeated) and self._simulated.get(slot) == key.step:
+    def _simulate(self, message: Message, patterns: Array, is_repeated: bool) -> Array:
+        key = message.key
+        if not (key.is_eval or is_repeated) and self._simulated.get(message.slot) == key.step:
             _refuse("step", "this message was simulated before; load the link's state from a checkpoint")
-        decode, _, frame = self._encode(tensor, patterns)
+        decode, _, frame = self._encode(message, patterns)
         if not key.is_eval:
-            self._simulated[slot] = key.step
+            self._simulated[message.slot] = key.step
         received = decode()
-        n_bytes = sum(-(-len(part) // 16) * 16 for part in frame.parts)
-        self.sent_bytes[direction] += HEADER_BYTES + n_bytes
+        self.sent_bytes[message.direction] += HEADER_BYTES + sum(padded(len(part)) for part in frame.parts)
         return received
 
-    def _encode(
-        self, tensor: _MessageType, patterns: Array
-    ) -> tuple[Callable[[], Array], LinkHeader, Payload]:
-        direction, key, state = tensor.direction, tensor.key, self.state
-        self._check_patterns(tensor, patterns)
-        self._check_shape(tensor)
-        memory, plan = state.memory("tx", direction, self._plan(tensor), key)
+    def _encode(self, message: Message, patterns: Array) -> tuple[Callable[[], Array], LinkHeader, Payload]:
+        state = self.state
+        self._check_patterns(message, patterns)
+        self._check_shape(message)
+        memory, plan = state.memory(message, self._plan(message))
         if plan.codec == RAW:
             frame = encode_payload(state.kernels, plan, patterns)
             received = frame.decoded
             self._fill(plan, memory, patterns)
         else:
-            received, frame = self._encode_lossy(tensor, plan, patterns, memory)
-        if direction is Direction.FORWARD:
-            state.keep_mask(plan, key, frame.mask)
-        header = self._header("tx", tensor, plan, memory, frame.mode)
-        state.count("tx", direction, key)
-        self.raw_bytes[direction] += plan.raw_bytes
+            received, frame = self._encode_lossy(message, plan, patterns, memory)
+        header = self._header(message, plan, memory, frame.mode)
+        state.count(message, plan, frame.mask)
+        self.raw_bytes[message.direction] += plan.raw_bytes
         return received, header, frame
 
     def _encode_lossy(
-        self, tensor: _MessageType, plan: TensorPlan, patterns: Array, memory: Memory
+        self, message: Message, plan: TensorPlan, patterns: Array, memory: Memory
     ) -> tuple[Callable[[], Array], Payload]:
         k = self.state.kernels
         values = k.to_f32(patterns, plan.kind)
         target = memory.target(k, values)
-        mask = self.state.pop_mask(plan, tensor.key) if plan.reuse else memory.mask(k, plan, values)
-        seed = self._seed(tensor) if self.policy.rounding == "stochastic" else None
+        mask = self.state.pop_mask(plan, message.key) if plan.reuse else memory.mask(k, plan, values)
+        seed = self._seed(message) if self.policy.rounding == "stochastic" else None
         frame = encode_payload(k, plan, target, seed=seed, mask=mask, vary=not self._fixed)
         if memory is NO_FEEDBACK:
             return lambda: self._finished(plan, memory, frame.decoded()), frame
         decoded = frame.decoded()
         received = self._finished(plan, memory, decoded)
-        seq = self.state.seq("tx", tensor.direction, tensor.key)
-        memory.keep(k, target, decoded, frame.not_finite, seq)
+        memory.keep(k, target, decoded, frame.not_finite, self.state.seq(message))
         return lambda: received, frame
 
     def _fill(self, plan: TensorPlan, memory: Memory, patterns: Array) -> None:
@@ -225,53 +207,47 @@ class Link:
         Raises:
             WireError: the message is damaged or unexpected.
         """
-        tensor = _MessageType(direction, dtype, tuple(shape), key)
-        return self._guarded("rx", tensor, lambda: self._decode(tensor, message))
+        expected = Message("rx", direction, dtype, tuple(shape), key)
+        return self._guarded(expected, lambda: self._decode(expected, message))
 
-    def _decode(self, tensor: _MessageType, message: Array) -> Array:
-        k, state, key = self.state.kernels, self.state, tensor.key
+    def _decode(self, expected: Message, message: Array) -> Array:
+        k, dtype = self.state.kernels, expected.dtype.name
         n_before = len(self._pending)
         check: Check = raise_if
         if self._verify == "message":
-            header, plan, memory = self._check_header(tensor, bytes(k.host_bytes(message[:HEADER_BYTES])))
+            header, plan, memory = self._check_header(expected, bytes(k.host_bytes(message[:HEADER_BYTES])))
             not_finite: Condition = bool(header.flags & Flag.NOT_FINITE)
         else:
-            header, plan, memory, not_finite, check = self._check_later(tensor, message)
+            header, plan, memory, not_finite, check = self._check_later(expected, message)
         payload = message[HEADER_BYTES : HEADER_BYTES + header.payload_bytes]
         if len(payload) != header.payload_bytes:
             _refuse("payload", f"only {len(payload)} of {header.payload_bytes} bytes were received")
         if self._verify == "message" and int(k.checksum(payload)) & MASK_64 != header.checksum:
             _refuse("payload checksum", "the payload was changed on its way")
-        reused = state.pop_mask(plan, key) if plan.reuse else None
+        reused = self.state.pop_mask(plan, expected.key) if plan.reuse else None
         decoded, mask = decode_payload(k, plan, payload, header.mode, not_finite, reused, check)
         conditions = (condition for condition, _ in self._pending[n_before:])
         wrong = functools.reduce(operator.or_, conditions, False)
-        received = self._accept(plan, memory, decoded, not_finite | wrong)
-        if self._verify == "step" and tensor.dtype.name in FLOAT_KINDS:
-            nan = k.from_f32(k.zeros(1, 4, received) + 0x7FC00000, FLOAT_KINDS[tensor.dtype.name])
-            received = k.unless(wrong, nan, received)
-        if tensor.direction is Direction.FORWARD:
-            state.keep_mask(plan, key, mask)
-        state.count("rx", tensor.direction, key)
-        return received
-
-    def _accept(self, plan: TensorPlan, memory: Memory, decoded: Array, not_finite: Condition) -> Array:
-        """Update the feedback state with a decoded tensor, and return the receiver's tensor."""
         if plan.codec == RAW:
+            received = decoded
             self._fill(plan, memory, decoded)
-            return decoded
-        received = self._finished(plan, memory, decoded)
-        memory.keep(self.state.kernels, decoded, decoded, not_finite)
+        else:
+            received = self._finished(plan, memory, decoded)
+            memory.keep(k, decoded, decoded, not_finite | wrong)
+        if self._verify == "step" and dtype in FLOAT_KINDS:
+            nan = k.from_f32(k.zeros(1, 4, received) + 0x7FC00000, FLOAT_KINDS[dtype])
+            received = k.unless(wrong, nan, received)
+        self.state.count(expected, plan, mask)
         return received
 
-    def _check_header(self, tensor: _MessageType, raw: bytes) -> tuple[LinkHeader, TensorPlan, Memory]:
+    def _check_header(self, message: Message, raw: bytes) -> tuple[LinkHeader, TensorPlan, Memory]:
         """Parse a header and compare it with the expected one.
 
         Raises:
             WireError: a field differs.
         """
         header = LinkHeader.parse(raw)
-        expected, plan, memory = self._expected_header(tensor)
+        expected, plan, memory = self._expected_header(message)
         expected = dataclasses.replace(expected, flags=expected.flags | header.flags & Flag.NOT_FINITE)
         for name in LinkHeader.__slots__:
             value, expected_value = getattr(header, name), getattr(expected, name)
@@ -281,19 +257,19 @@ class Link:
             _refuse("payload_bytes", f"{header.payload_bytes} bytes, at most {plan.payload_cap} are possible")
         return header, plan, memory
 
-    def _expected_header(self, tensor: _MessageType) -> tuple[LinkHeader, TensorPlan, Memory]:
+    def _expected_header(self, message: Message) -> tuple[LinkHeader, TensorPlan, Memory]:
         """Build the header of the next message, with the largest payload size."""
-        self._check_shape(tensor)
-        memory, plan = self.state.memory("rx", tensor.direction, self._plan(tensor), tensor.key)
-        header = self._header("rx", tensor, plan, memory, 0)
+        self._check_shape(message)
+        memory, plan = self.state.memory(message, self._plan(message))
+        header = self._header(message, plan, memory, 0)
         return dataclasses.replace(header, payload_bytes=plan.payload_cap), plan, memory
 
     def _check_later(
-        self, tensor: _MessageType, message: Array
+        self, expected: Message, message: Array
     ) -> tuple[LinkHeader, TensorPlan, Memory, Condition, Check]:
         """Compare a header with the expected one on the device; `check` evaluates the results later."""
-        k, name = self.state.kernels, self.name_of(tensor.direction, tensor.key)
-        header, plan, memory = self._expected_header(tensor)
+        k, name = self.state.kernels, self.name_of(expected.direction, expected.key)
+        header, plan, memory = self._expected_header(expected)
         if len(message) < plan.cap:
             _refuse("payload", f"the message has {len(message)} bytes, expected {plan.cap}")
         if len(self._pending) > MAX_PENDING_CHECKS:
@@ -302,9 +278,9 @@ class Link:
         def check(wrong: Condition, reason: str) -> None:
             self._pending.append((wrong, f"{name}: {reason}"))
 
-        expected, words = k.words(header.pack(), message), k.as_patterns(message[:HEADER_BYTES], 8)
+        words = k.as_patterns(message[:HEADER_BYTES], 8)
         not_finite = (words[0] & NOT_FINITE) != 0
-        changed = (words ^ expected)[:6]
+        changed = (words ^ k.words(header.pack(), message))[:6]
         changed[0] &= ~NOT_FINITE
         check((changed != 0).any(), "header: it is not that of the expected message")
         payload = message[HEADER_BYTES : plan.cap]
@@ -324,35 +300,37 @@ class Link:
         if reasons:
             raise WireError(reasons[0])
 
-    def message_cap(
-        self, direction: Direction, dtype: DType, shape: tuple[int, ...], key: MessageKey, end: End = "rx"
-    ) -> int:
-        """Return the largest size of a message in bytes; with `fixed`, its exact size.
+    def message_cap(self, direction: Direction, dtype: DType, shape: tuple[int, ...], key: MessageKey) -> int:
+        """Return the largest size of a message to receive, in bytes; with `fixed`, its exact size.
 
         Both ends compute it before the message exists. With AQ-SGD that requires that each sample occurs
         only once in a step.
         """
-        tensor = _MessageType(direction, dtype, tuple(shape), key)
-        plans = [self._plan(tensor)]
-        if self.policy.feedback_of(direction) == "aqsgd":
-            filled = self.state.memory(end, direction, plans[0], key)[1]
-            raw = self.policy.plan(direction, dtype, tensor.shape, raw=True)
-            plans += [filled] if self._fixed else [raw]
-        return max(plan.cap for plan in plans)
+        return self._cap(Message("rx", direction, dtype, tuple(shape), key))
 
-    def _guarded(self, end: End, tensor: _MessageType, run: Callable[[], Any]) -> Any:
+    def _cap(self, message: Message) -> int:
+        plan = self._plan(message)
+        if self.policy.feedback_of(message.direction) != "aqsgd":
+            return plan.cap
+        if self._fixed:
+            filled = self.state.memory(message, plan)[1]
+        else:
+            filled = self.policy.plan(message.direction, message.dtype, message.shape, raw=True)
+        return max(plan.cap, filled.cap)
+
+    def _guarded(self, message: Message, run: Callable[[], Any]) -> Any:
         """Process a message; after an error the state is rolled back.
 
         Raises:
             WireError: the message is wrong, or an interrupt has left the state changed in part.
         """
-        name = self.name_of(tensor.direction, tensor.key)
+        name = self.name_of(message.direction, message.key)
         if self._torn:
             raise WireError(
                 f"{name}: {self._torn} was interrupted while it changed the link's state; "
                 "load the state from a checkpoint at both ends"
             )
-        before = self.state.snapshot(end, tensor.direction, tensor.key)
+        before = self.state.snapshot(message)
         counters = self.sent_bytes.copy(), self.raw_bytes.copy(), self._shapes.copy(), self._simulated.copy()
         self._torn = name
         try:
@@ -360,8 +338,8 @@ class Link:
         except BaseException as error:
             # Rows of sample buffers are written in place, so after an interrupt they may be wrong.
             is_ours = isinstance(error, CkptzError)
-            if is_ours or self.policy.feedback_of(tensor.direction) != "aqsgd":
-                self.state.roll_back(end, tensor.direction, tensor.key, before)
+            if is_ours or self.policy.feedback_of(message.direction) != "aqsgd":
+                self.state.roll_back(message, before)
                 self.sent_bytes, self.raw_bytes, self._shapes, self._simulated = counters
                 self._torn = ""
             if is_ours and not isinstance(error, ConfigError | WriteError):
@@ -378,20 +356,20 @@ class Link:
             f"microbatch {key.microbatch}, tensor {key.tensor}"
         )
 
-    def _check_patterns(self, tensor: _MessageType, patterns: Array) -> None:
-        n_bytes = tensor.dtype.n_bytes(tensor.shape)
+    def _check_patterns(self, message: Message, patterns: Array) -> None:
+        dtype, n_bytes = message.dtype, message.dtype.n_bytes(message.shape)
         sizes = len(patterns), len(self.state.kernels.as_bytes(patterns))
-        if sizes != (n_bytes // tensor.dtype.pattern_bytes, n_bytes):
-            name, dtype = self.name_of(tensor.direction, tensor.key), tensor.dtype
+        if sizes != (n_bytes // dtype.pattern_bytes, n_bytes):
             raise ConfigError(
-                f"{name}: {sizes[0]} patterns of {sizes[1]} bytes are not a tensor of {dtype.name} "
-                f"{list(tensor.shape)}: {n_bytes} bytes in units of {dtype.pattern_bytes}"
+                f"{self.name_of(message.direction, message.key)}: {sizes[0]} patterns of {sizes[1]} bytes "
+                f"are not a tensor of {dtype.name} {list(message.shape)}: {n_bytes} bytes in units of "
+                f"{dtype.pattern_bytes}"
             )
 
-    def _check_shape(self, tensor: _MessageType) -> None:
+    def _check_shape(self, message: Message) -> None:
         """Require the dtype and shape of the first message of this direction and tensor."""
-        shape = (tensor.dtype.name, tensor.shape)
-        first = self._shapes.setdefault((tensor.direction, tensor.key.tensor), shape)
+        shape = (message.dtype.name, message.shape)
+        first = self._shapes.setdefault((message.direction, message.key.tensor), shape)
         if self._same_shape and shape != first:
             _refuse("shape", f"{shape[0]} {list(shape[1])} after {first[0]} {list(first[1])}")
 
@@ -402,23 +380,17 @@ class Link:
         shapes = [shape for (d, _), (_, shape) in self._shapes.items() if d is direction]
         return [shape for shape in shapes if math.prod(shape) < self.policy.min_elements]
 
-    def is_raw(self, key: MessageKey) -> bool:
-        """Return whether a message is sent raw: by agreement, in warm-up, or in uncompressed evaluation."""
-        if key.is_eval:
-            return not self.policy.compresses_eval
-        return key.is_raw or key.step < self.policy.warmup_steps
+    def _plan(self, message: Message) -> TensorPlan:
+        """Make the plan of a message: raw by agreement, in warm-up, or in uncompressed evaluation."""
+        key, policy = message.key, self.policy
+        raw = not policy.compresses_eval if key.is_eval else key.is_raw or key.step < policy.warmup_steps
+        if policy.reuse and message.direction is Direction.BACKWARD:
+            raw = raw or self.state.lacks_mask(key)
+        return policy.plan(message.direction, message.dtype, message.shape, raw=raw)
 
-    def _plan(self, tensor: _MessageType) -> TensorPlan:
-        raw = self.is_raw(tensor.key)
-        if self.policy.reuse and tensor.direction is Direction.BACKWARD:
-            raw = raw or self.state.lacks_mask(tensor.key)
-        return self.policy.plan(tensor.direction, tensor.dtype, tensor.shape, raw=raw)
-
-    def _header(
-        self, end: End, tensor: _MessageType, plan: TensorPlan, memory: Memory, mode: int
-    ) -> LinkHeader:
+    def _header(self, message: Message, plan: TensorPlan, memory: Memory, mode: int) -> LinkHeader:
         """Build the header of a message of finite values, without size and checksums."""
-        direction, key = tensor.direction, tensor.key
+        direction, key = message.direction, message.key
         flags = Flag.BACKWARD * direction | Flag.REUSE * plan.reuse | Flag.DELTA * (memory is not NO_FEEDBACK)
         flags |= Flag.EVAL * key.is_eval
         ids = key.sample_ids
@@ -426,14 +398,14 @@ class Link:
         return LinkHeader(
             *(plan.codec_id, plan.param, plan.dtype.id, int(flags)),
             *(self.src, self.dst, key.tensor, mode),
-            *(key.step, key.microbatch, self.state.seq(end, direction, key)),
+            *(key.step, key.microbatch, self.state.seq(message)),
             *(plan.id ^ self.policy.digest, plan.n, plan.count, 0, batch, 0),
         )
 
-    def _seed(self, tensor: _MessageType) -> int:
+    def _seed(self, message: Message) -> int:
         """Compute the 64-bit rounding seed of a message; spec/08-wire.md#rounding."""
-        key, seed = tensor.key, self.policy.seed & MASK_64
-        numbers = (self.src, self.dst, tensor.direction, key.tensor, key.step, key.microbatch)
+        key, seed = message.key, self.policy.seed & MASK_64
+        numbers = (self.src, self.dst, message.direction, key.tensor, key.step, key.microbatch)
         for number in (*numbers, key.is_eval):
             seed = mix_64((seed + (number + 1) * STEP_64) & MASK_64)
         return seed

@@ -7,6 +7,7 @@ patterns of one of the wire's kernel modules.
 
 from __future__ import annotations
 
+import collections
 import copy
 import errno
 import math
@@ -21,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.errors import ConfigError, WireError, WriteError
+from ckptz.format.dtypes import DType
 from ckptz.kernels import wire as compiled
 from ckptz.wire.header import Direction
 from ckptz.wire.policy import FLOAT_KINDS, RAW, LinkPolicy, TensorPlan
@@ -30,6 +32,7 @@ TWO_SIDED = ("ef21", "aqsgd")  # the receiver has state too
 NO_ALLOCATION: Final = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)  # file system without fallocate
 ZEROS: Final = 1 << 20  # bytes per write if blocks cannot be allocated
 End = Literal["tx", "rx"]  # sending and receiving end
+SlotId = tuple[End, Direction, int, int]  # with tensor and microbatch
 ENTRY: Final = re.compile(  # spec/08-wire.md#names-in-a-checkpoint, without the prefix of the link
     r"(?P<direction>forward|backward)/(?P<tensor>\d{1,9})/"
     r"(level|samples/(?P<end>[tr]x)/(?P<samples>ids|rows)"
@@ -213,6 +216,22 @@ class MessageKey:
 
 
 @dataclass(frozen=True, slots=True)
+class Message:
+    """A message that one end of a link sends or receives."""
+
+    end: End
+    direction: Direction
+    dtype: DType
+    shape: tuple[int, ...]
+    key: MessageKey
+
+    @property
+    def slot(self) -> SlotId:
+        """The slot of the link's state that the message belongs to."""
+        return self.end, self.direction, self.key.tensor, self.key.microbatch
+
+
+@dataclass(frozen=True, slots=True)
 class Positions:
     """TopK positions of an activation, which its gradient reuses."""
 
@@ -247,7 +266,7 @@ class LinkState:
     ) -> None:
         self._prefix, self._policy, self._like, self._samples = f"wire/{name}/", policy, like, samples
         self._kernels = kernels
-        self._slots: dict[tuple[str, Direction, int, int], Slot] = {}
+        self._slots: dict[Any, Slot] = collections.defaultdict(Slot)  # by `SlotId`
         self._buffers: dict[tuple[str, int], SampleBuffers] = {}
         self.masks: dict[tuple[int, int], Positions] = {}
 
@@ -256,66 +275,61 @@ class LinkState:
         """The kernel module for the arrays of this link."""
         return self._kernels or compiled()
 
-    def slot(self, end: End, direction: Direction, key: MessageKey) -> Slot:
-        """Return the slot of a message, created on first use."""
-        return self._slots.setdefault((end, direction, key.tensor, key.microbatch), Slot())
+    def seq(self, message: Message) -> int:
+        """Return the number of earlier messages of a slot, without evaluations."""
+        return 0 if message.key.is_eval else self._slots[message.slot].seq & 0xFFFFFFFF
 
-    def seq(self, end: End, direction: Direction, key: MessageKey) -> int:
-        """Return the number of messages of this slot, without evaluations."""
-        return 0 if key.is_eval else self.slot(end, direction, key).seq & 0xFFFFFFFF
+    def count(self, message: Message, plan: TensorPlan, mask: Array | None) -> None:
+        """Count a message, and keep the positions of an activation if its gradient reuses them.
 
-    def count(self, end: End, direction: Direction, key: MessageKey) -> None:
-        """Increment the message counter of a slot, except for evaluations."""
-        self.slot(end, direction, key).seq += not key.is_eval
+        Evaluations are not counted. `mask` [n] has the positions that TopK sent.
+        """
+        key = message.key
+        if key.is_eval:
+            return
+        if self._policy.reuse and message.direction is Direction.FORWARD:
+            packed, k = (None, 0) if mask is None else (self.kernels.pack(mask, 1), plan.k)
+            self.masks[key.microbatch, key.tensor] = Positions(packed, key.step, plan.shape, k)
+        self._slots[message.slot].seq += 1
 
-    def snapshot(
-        self, end: End, direction: Direction, key: MessageKey
-    ) -> tuple[Slot, dict[tuple[int, int], Positions]]:
+    def snapshot(self, message: Message) -> tuple[Slot, dict[tuple[int, int], Positions]]:
         """Copy references to the state that a message may change, except rows of sample buffers."""
-        slot = self.slot(end, direction, key)
+        slot = self._slots[message.slot]
         return Slot(slot.seq, copy.copy(slot.memory), slot.shape), self.masks.copy()
 
-    def roll_back(
-        self,
-        end: End,
-        direction: Direction,
-        key: MessageKey,
-        before: tuple[Slot, dict[tuple[int, int], Positions]],
-    ) -> None:
+    def roll_back(self, message: Message, before: tuple[Slot, dict[tuple[int, int], Positions]]) -> None:
         """Restore a snapshot; messages replace arrays and never write to them."""
-        self._slots[end, direction, key.tensor, key.microbatch], self.masks = before
+        self._slots[message.slot], self.masks = before
 
-    def memory(
-        self, end: End, direction: Direction, plan: TensorPlan, key: MessageKey
-    ) -> tuple[Memory, TensorPlan]:
+    def memory(self, message: Message, plan: TensorPlan) -> tuple[Memory, TensorPlan]:
         """Return the feedback state for a message, and its plan, which is raw to fill empty buffers.
 
         Raises:
             ConfigError: AQ-SGD without matching sample ids, or a feedback that cannot be sent.
         """
-        kind = self._policy.feedback_of(direction)
-        if kind is None or key.is_eval or plan.dtype.name not in FLOAT_KINDS:
+        kind = self._policy.feedback_of(message.direction)
+        if kind is None or message.key.is_eval or plan.dtype.name not in FLOAT_KINDS:
             return NO_FEEDBACK, plan
-        if self._policy.plan(direction, plan.dtype, plan.shape).codec == RAW:
+        if self._policy.plan(message.direction, plan.dtype, plan.shape).codec == RAW:
             return NO_FEEDBACK, plan
-        if end == "rx" and kind not in TWO_SIDED:
+        if message.end == "rx" and kind not in TWO_SIDED:
             return SENDER_ONLY, plan
         if kind == "aqsgd":
-            return self._per_sample(end, plan, key)
+            return self._per_sample(message, plan)
         if kind not in MEMORIES:
             raise ConfigError(f"{kind} can only be received; send with ef or ef21")
-        slot = self.slot(end, direction, key)
+        slot = self._slots[message.slot]
         if slot.memory is None or slot.shape != plan.shape:
             slot.memory = MEMORIES[kind](self.kernels.zeros(plan.n, 4, self._like), self._policy)
             slot.shape = plan.shape
         return slot.memory, plan
 
-    def _per_sample(self, end: End, plan: TensorPlan, key: MessageKey) -> tuple[Memory, TensorPlan]:
-        ids = key.sample_ids
+    def _per_sample(self, message: Message, plan: TensorPlan) -> tuple[Memory, TensorPlan]:
+        ids = message.key.sample_ids
         if ids is None or len(ids) != plan.n_samples:
             n = "none" if ids is None else len(ids)
             raise ConfigError(f"aqsgd needs the ids of {plan.n_samples} samples for each microbatch, got {n}")
-        buffers = self._sample_buffers(end, key.tensor, plan.n // plan.n_samples)
+        buffers = self._sample_buffers(message.end, message.key.tensor, plan.n // plan.n_samples)
         if not buffers.has(ids):
             plan = self._policy.plan(Direction.FORWARD, plan.dtype, plan.shape, raw=True)
         return PerSample(buffers, ids, self._like, self.kernels), plan
@@ -330,12 +344,6 @@ class LinkState:
         if buffers.size != size:
             raise WireError(f"samples: {size} elements each, but earlier ones had {buffers.size}")
         return buffers
-
-    def keep_mask(self, plan: TensorPlan, key: MessageKey, mask: Array | None) -> None:
-        """Store the positions of an activation as a bitmap for its gradient, if the policy reuses them."""
-        if self._policy.reuse and not key.is_eval:
-            packed, k = (None, 0) if mask is None else (self.kernels.pack(mask, 1), plan.k)
-            self.masks[key.microbatch, key.tensor] = Positions(packed, key.step, plan.shape, k)
 
     def _positions(self, key: MessageKey) -> Positions | None:
         """Return the positions of the activation of this step and microbatch, or None."""
