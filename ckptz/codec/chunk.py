@@ -29,7 +29,7 @@ from ckptz.format.plan import Plan, PlaneMode, Predictor, kernel_mode, planes_pl
 from ckptz.format.sources import CHUNK_VALUES, PATTERN_TYPES, ChunkSources, TensorSource
 from ckptz.format.streams import CoderId, Stream, cut, encode_sparse, encode_streams, pack_gaps
 from ckptz.format.values import FLOAT_KINDS, predicted
-from ckptz.kernels import cpu, planning
+from ckptz.kernels import cpu
 from ckptz.kernels.blas import product
 from ckptz.kernels.floats import RAW, Bytes, Counts, Patterns, widen_f64
 
@@ -134,7 +134,7 @@ def _encode_quantized(encoding: TensorPlan, quantized: Quantized, labels: Labels
 
 def _deviation(kind: int, patterns: Patterns, decoded: Patterns, counts: NDArray[np.int64]) -> Deviation:
     exact, restored = (cpu().to_f32(u, kind).view(np.float32) for u in (patterns, decoded))
-    largest, error, power = planning().deviation(exact, restored)
+    largest, error, power = cpu().deviation(exact, restored)
     if largest < FLUSHED_BELOW:
         # The processor may have flushed such small differences to zero.
         wide, wide_restored = (widen_f64(f.view(np.uint32)) for f in (exact, restored))

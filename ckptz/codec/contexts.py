@@ -26,7 +26,7 @@ from ckptz.format.streams import (
     least_packed,
     n_lanes_for,
 )
-from ckptz.kernels import cpu, planning
+from ckptz.kernels import cpu
 from ckptz.kernels.floats import RAW, SCALE, Bytes, Counts, Frequencies, Patterns, Reals
 
 HEAD_BYTES: Final = 5  # lanes and states, or headers of two embedded streams
@@ -105,17 +105,17 @@ class Sorted:
         Contexts are merged first as if the samples were stored: with few codes in each context, entropies
         alone would promise far more than the complete tensor saves.
         """
-        _, sums, ends = planning().merge_rows(
+        _, sums, ends = cpu().merge_rows(
             self.counts, self.part_rows, MAX_TABLES, TABLE_COST_BITS, TABLE_COST_BITS_PER_SYMBOL
         )
-        begins, entropies = np.concatenate(([0], ends[:-1])), planning().entropies
+        begins, entropies = np.concatenate(([0], ends[:-1])), cpu().entropies
         together = entropies(np.add.reduceat(sums, begins, axis=0))
         saved: Reals = together - np.add.reduceat(entropies(sums), begins)
         return saved.reshape(len(self.planes), -1).sum(axis=0)
 
     def encode(self, huffman_margin: float | None) -> tuple[list[list[StreamTables]], list[list[Stream]]]:
         """Build tables and encode streams: for each tensor, one of each per plane."""
-        table_of, sums, ends = planning().merge_rows(
+        table_of, sums, ends = cpu().merge_rows(
             self.counts, self.part_rows, MAX_TABLES, TABLE_BITS, TABLE_BITS_PER_SYMBOL
         )
         begins, frequencies = np.concatenate(([0], ends[:-1])), normalise(sums)

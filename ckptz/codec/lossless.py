@@ -39,7 +39,7 @@ from ckptz.format.plan import Plan, PlaneMode, exact_plan, planes_plan
 from ckptz.format.sources import CHUNK_VALUES, PATTERN_TYPES, ChunkSources, TensorSource
 from ckptz.format.streams import are_random
 from ckptz.format.values import FLOAT_KINDS
-from ckptz.kernels import cpu, planning
+from ckptz.kernels import cpu
 from ckptz.kernels.floats import Reals
 from ckptz.state.roles import Role
 
@@ -236,7 +236,7 @@ def _choose(batch: Batch, n_patterns: Sequence[int], effort: Effort) -> list[_Ch
     planes = np.concatenate([sample.planes(mode) for mode in modes])
     ends = np.arange(len(planes))[:, None] * planes.shape[1] + sample.ends
     counts = cpu().count_streams(planes.reshape(-1), ends.reshape(-1))
-    by_plane = planning().entropies(counts).reshape(len(modes), size, len(n_patterns))
+    by_plane = cpu().entropies(counts).reshape(len(modes), size, len(n_patterns))
     bits = by_plane.sum(axis=1)
     own, least, plain = bits[:-1].argmin(axis=0), bits[:-1].min(axis=0), bits[-1]
     n_random = np.array(

@@ -18,7 +18,7 @@ from ckptz.codec.histogram import Histogram
 from ckptz.codec.quantizer import Quantizer
 from ckptz.codec.sensitivity import NO_CUT, Sensitivities, SensitivityCut, SensitivityHistogram, floats_of
 from ckptz.format.plan import ExplicitTable, QuantizationMap
-from ckptz.kernels import cpu, floats, planning
+from ckptz.kernels import cpu, floats
 from ckptz.kernels.floats import Patterns
 
 SIGMA: Final = 0.2  # as in the paper; 0.1 to 0.4 works as well
@@ -47,7 +47,7 @@ def fit_centroids(values: Values, weights: Values, n_levels: int) -> Values:
     values, weights = (values[used], weights[used]) if used.any() else (values, np.ones(len(values)))
     if len(values) <= n_levels:
         return values
-    ends = planning().partition(values, weights, n_levels)
+    ends = cpu().partition(values, weights, n_levels)
     starts = np.concatenate([[0], ends[:-1]])
     sums = np.add.reduceat(values * weights, starts)
     return sums / np.add.reduceat(weights, starts)

@@ -26,7 +26,7 @@ from ckptz.format.frequency import entropy_bits, normalise, pack_tables, row_cos
 from ckptz.format.plan import StreamTables, exact_plan, planes_plan
 from ckptz.format.sources import CHUNK_VALUES, MapFunction, TensorSource
 from ckptz.format.streams import CoderId, Stream, encode_rans, encode_streams, middle_of, repeats
-from ckptz.kernels import cpu, planning
+from ckptz.kernels import cpu
 from ckptz.kernels.floats import ROTATED, SCALE, Bytes, Counts, Patterns
 
 MIN_VALUES: Final = 1 << 18  # below, tables and labels take more time than they save bytes
@@ -147,9 +147,7 @@ class _Measured:
             kinds = is_narrow.astype(np.uint8)
             planes = np.array([_count(plane, kinds, size, 2) for plane in split[:-1]])
         labels = (N_SCALES * is_narrow).astype(np.uint8)
-        return cls(
-            labels, planning().scale_runs(patterns, size, PER_OCTAVE, lowest, N_SCALES, labels), planes
-        )
+        return cls(labels, cpu().scale_runs(patterns, size, PER_OCTAVE, lowest, N_SCALES, labels), planes)
 
     def where_it_pays(self) -> _Measured:
         """Return all runs in the most frequent context if contexts save too little in this part."""

@@ -18,7 +18,7 @@ from ckptz.format.frequency import normalise, row_cost_bits
 from ckptz.format.plan import Plan, PlaneMode, StreamTables, kernel_mode
 from ckptz.format.sources import MapFunction as MapFunction
 from ckptz.format.sources import TensorSource
-from ckptz.kernels import cpu, planning
+from ckptz.kernels import cpu
 from ckptz.kernels.floats import Patterns
 
 # Measured size of a packed frequency table, which one more table must save.
@@ -95,7 +95,7 @@ def share_tables(
         Counts of each table [n_tables, 256] and the table of each context [n_contexts].
     """
     ends = np.array([len(counted.counts)])
-    group_of, sums, _ = planning().merge_rows(
+    group_of, sums, _ = cpu().merge_rows(
         counted.counts.copy(), ends, most, TABLE_COST_BITS, TABLE_COST_BITS_PER_SYMBOL
     )
     # Unused contexts get the table of the context before them, so that runs of equal tables are long.

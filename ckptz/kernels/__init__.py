@@ -27,9 +27,6 @@ def cpu() -> Any:
     return plain if plain.suffices() else codec()
 
 
-planning = cpu  # kernels that only encoders use to choose between encodings
-
-
 def silence_notice() -> None:
     """Turn off the notice of compilation in this process, as for `ckptz warm-up`."""
     lazy.module("ckptz.kernels.cache").silence_notice()

@@ -76,16 +76,12 @@ def _before_fork() -> None:
     # Python swallows exceptions of fork handlers, so Ctrl-C is raised again after the fork.
     while True:
         try:
-            _take_all()
+            _take(_registry)
+            for lock in list(_locks):
+                _take(lock)
             return
         except KeyboardInterrupt:
             _local.is_interrupted = True
-
-
-def _take_all() -> None:
-    _take(_registry)
-    for lock in list(_locks):
-        _take(lock)
 
 
 def _take(lock: Any) -> None:

@@ -26,7 +26,7 @@ from ckptz.kernels.floats import (
 )
 from ckptz.kernels.lanes_cpu import decode_step, encode_step
 from ckptz.kernels.memory_cpu import load_64
-from ckptz.kernels.numba_base import ONE, inlined, kernel, part
+from ckptz.kernels.numba_base import ONE, kernel, part
 
 N_LANES = 32  # lanes of the vectorised loops; streams of 1 and 4 lanes use the scalar loops
 N_PAIRS, PAIR = 1 << 16, np.uint64(0xFFFF)
@@ -130,13 +130,6 @@ def repeats(symbols: Bytes, ends: Counts) -> Counts:
 # --- rANS ---------------------------------------------------------------------------------------
 
 
-@inlined
-def _encode_one(state: Any, entry: Any) -> Any:
-    quotient = (((state * (entry & LOW_32)) >> uint64(32)) + state) >> ((entry >> uint64(44)) & uint64(15))
-    rest = (quotient & LOW_32) * ((uint64(4095) - (entry >> uint64(48))) & LOW_32)
-    return state + ((entry >> uint64(32)) & LOW_12) + rest
-
-
 @part
 def _encode_scalar(
     symbols: Any, begin: Any, end: Any, origin: Any, entries: Any, lanes: Any, last: Any, words: Any, q: Any
@@ -150,7 +143,11 @@ def _encode_scalar(
         words[q - uint64(1)] = uint16(state)
         full = uint64((state >> uint64(20)) > (entry >> uint64(48)))
         q -= full
-        lanes[lane] = uint32(_encode_one(state >> (full << uint64(4)), entry))
+        state >>= full << uint64(4)
+        sum_ = ((state * (entry & LOW_32)) >> uint64(32)) + state
+        quotient = sum_ >> ((entry >> uint64(44)) & uint64(15))
+        rest = (quotient & LOW_32) * ((uint64(4095) - (entry >> uint64(48))) & LOW_32)
+        lanes[lane] = uint32(state + ((entry >> uint64(32)) & LOW_12) + rest)
     return q
 
 
@@ -234,12 +231,6 @@ def rans_encode(
     return out, spans
 
 
-@inlined
-def _decode_one(state: Any, entry: Any) -> Any:
-    frequency = ((entry >> uint32(8)) & uint32(0xFFF)) + uint32(1)
-    return uint32(frequency * (state >> uint32(12)) + (entry >> uint32(20)))
-
-
 @part
 def _decode_scalar(
     words: Any, q: Any, n_words: Any, lanes: Any, last: Any, begin: Any, end: Any, slots: Any, out: Any
@@ -249,7 +240,8 @@ def _decode_scalar(
         state = lanes[lane]
         entry = slots[state & uint32(SCALE - 1)]
         out[i] = uint8(entry)
-        state = _decode_one(state, entry)
+        frequency = ((entry >> uint32(8)) & uint32(0xFFF)) + uint32(1)
+        state = uint32(frequency * (state >> uint32(12)) + (entry >> uint32(20)))
         low = uint32(state < uint32(STATE_LOW))
         if q < n_words:  # no branch on `low`, which would be mispredicted
             word = uint32(words[q])

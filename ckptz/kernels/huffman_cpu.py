@@ -30,32 +30,22 @@ N_SYMBOLS_AT, FIRST_BITS_AT, SYMBOLS_AT = np.uint64(8), np.uint64(16), np.uint64
 # --- code lengths -------------------------------------------------------------------------------
 
 
-@part
-def _rank(counts: Any, ranked: Any) -> int:
-    """Sort the symbols that occur by count, then by symbol, and return their number."""
-    n = 0
-    for symbol in range(256):
-        if counts[symbol]:
-            i = n
-            while i > 0 and counts[ranked[i - 1]] > counts[symbol]:
-                ranked[i] = ranked[i - 1]
-                i -= 1
-            ranked[i] = symbol
-            n += 1
-    return n
-
-
 @kernel
-def _huffman_lengths(counts: Any, ranked: Any, items: Any, is_leaf: Any, lengths: Any) -> None:
-    """Compute code lengths by package-merge; see `plain.huffman_lengths`."""
+def _huffman_lengths(counts: Any, order: Any, items: Any, is_leaf: Any, lengths: Any) -> None:
+    """Compute code lengths by package-merge; see `plain.huffman_lengths`.
+
+    `order` [n, 256] has the symbols of each row, ascending by count and then by symbol.
+    """
     for row in range(len(counts)):
         own = counts[row]
-        n: Any = _rank(own, ranked)
+        n: Any = 0
         n_items: Any = 0
         for symbol in range(256):
+            n += own[symbol] > 0
             lengths[row, symbol] = uint8(0)
         if n < 2:
             continue
+        ranked = order[row, 256 - n :]
         for level in range(HUFFMAN_BITS):
             before, now = items[level & 1], items[1 - (level & 1)]
             n_pairs, leaf, pair, i = n_items // 2, 0, 0, 0
@@ -84,7 +74,7 @@ def _huffman_lengths(counts: Any, ranked: Any, items: Any, is_leaf: Any, lengths
 def huffman_lengths(counts: Counts) -> Bytes:
     lengths = np.empty(counts.shape, np.uint8)
     items, is_leaf = np.empty((2, 512), np.int64), np.empty((HUFFMAN_BITS, 512), np.bool_)
-    _huffman_lengths(counts, np.empty(256, np.int64), items, is_leaf, lengths)
+    _huffman_lengths(counts, np.argsort(counts, axis=1, kind="stable"), items, is_leaf, lengths)
     return lengths
 
 

@@ -206,6 +206,7 @@ def _encode_stream(symbols: Bytes, tables: NDArray[np.int64], entries: NDArray[n
     return state, low[is_full]
 
 
+@_counted
 def rans_encode(
     symbols: Bytes,
     begins: Counts,
@@ -234,25 +235,11 @@ def rans_encode(
         A buffer that contains the encoded streams (head, lane states u32, words u16, in decoding order), and
         the begin and end of each stream in it, in bytes [m, 2].
     """
-    arguments = symbols, begins, stream_segments, segment_ends, table_of, entries, n_lanes, heads, head_ends
     if len(symbols) > MOST_SYMBOLS:
-        encoded: tuple[Bytes, Counts] = _compiled().rans_encode(*arguments)
-        return encoded
-    return _rans_encode(*arguments)
-
-
-@_counted
-def _rans_encode(
-    symbols: Bytes,
-    begins: Counts,
-    stream_segments: Counts,
-    segment_ends: Counts,
-    table_of: Counts,
-    entries: NDArray[np.uint64],
-    n_lanes: Counts,
-    heads: Bytes,
-    head_ends: Counts,
-) -> tuple[Bytes, Counts]:
+        longer: tuple[Bytes, Counts] = _compiled().rans_encode(
+            *(symbols, begins, stream_segments, segment_ends, table_of, entries, n_lanes, heads, head_ends)
+        )
+        return longer
     idle = np.full((1, 256), np.uint64(SCALE - 1) << np.uint64(48))  # a lane without a symbol keeps its state
     wide, parts, first, p = np.concatenate((entries, idle)), [], 0, 0
     for begin, last, n, q in zip(
@@ -377,6 +364,7 @@ def quarters(n: int) -> Counts:
     return np.minimum(np.arange(1, HUFFMAN_STREAMS + 1) * size, n)
 
 
+@_counted
 def huffman_encode(
     symbols: Bytes, ends: Counts, lengths: Bytes, n_heads: Counts, n_bytes: Counts
 ) -> tuple[Bytes, Counts]:
@@ -394,13 +382,8 @@ def huffman_encode(
         reserved bytes, begin of the first part, end of each part.
     """
     if len(symbols) > MOST_SYMBOLS:
-        encoded: tuple[Bytes, Counts] = _compiled().huffman_encode(symbols, ends, lengths, n_heads, n_bytes)
-        return encoded
-    return _huffman_encode(symbols, ends, lengths, n_heads)
-
-
-@_counted
-def _huffman_encode(symbols: Bytes, ends: Counts, lengths: Bytes, n_heads: Counts) -> tuple[Bytes, Counts]:
+        longer: tuple[Bytes, Counts] = _compiled().huffman_encode(symbols, ends, lengths, n_heads, n_bytes)
+        return longer
     streams, spans, at = list[Bytes](), np.empty((len(ends), 2 + HUFFMAN_STREAMS), np.int64), 0
     for k, codes in enumerate(np.split(symbols, ends[:-1])):
         words, n_bits = huffman_codes(lengths[k]), lengths[k].astype(np.int64)
@@ -421,6 +404,7 @@ def _packed_words(words: Counts, n_bits: Counts) -> Bytes:
     return np.packbits((np.repeat(words, n_bits) >> place & 1).astype(np.uint8), bitorder="little")
 
 
+@_counted
 def huffman_decode(source: Bytes, ends: Counts, lengths: Bytes, out: Bytes) -> bool:
     """Decode a Huffman stream of four parts into `out` [n].
 
@@ -435,11 +419,6 @@ def huffman_decode(source: Bytes, ends: Counts, lengths: Bytes, out: Bytes) -> b
     """
     if len(out) > MOST_SYMBOLS:
         return bool(_compiled().huffman_decode(source, ends, lengths, out))
-    return _huffman_decode(source, ends, lengths, out)
-
-
-@_counted
-def _huffman_decode(source: Bytes, ends: Counts, lengths: Bytes, out: Bytes) -> bool:
     words, table = huffman_codes(lengths), np.empty(1 << HUFFMAN_BITS, np.uint8)
     for symbol in np.flatnonzero(lengths).tolist():
         table[words[symbol] :: 1 << int(lengths[symbol])] = symbol

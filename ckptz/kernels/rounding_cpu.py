@@ -62,16 +62,6 @@ def _code(magnitude: Any, is_positive: Any) -> Any:
     return uint8(int32(code))
 
 
-@part
-def _nearest(values: Any, base: Any, has_base: Any, step: Any, widened: Any, out: Any) -> None:
-    for i in range(len(out)):
-        residual = float32(values[i] - base[i]) if has_base else values[i]
-        scaled = float32(residual / step)
-        size = abs(scaled)
-        magnitude = float32(np.floor(float32(size + float32(0.5))))
-        out[i] = _code(float32(0) if size < widened else magnitude, scaled > float32(0))
-
-
 @kernel
 def _nearest_codes(
     values: Any,
@@ -91,8 +81,14 @@ def _nearest_codes(
         end = done + row_patterns - at % row_patterns
         if end > n:
             end = n
-        step = steps[labels[at // row_patterns]]
-        _nearest(values[done:end], base[done:end], has_base, step, widened, out[done:end])
+        step, here, codes = steps[labels[at // row_patterns]], values[done:end], out[done:end]
+        origin = base[done:end]
+        for i in range(len(codes)):
+            residual = float32(here[i] - origin[i]) if has_base else here[i]
+            scaled = float32(residual / step)
+            size = abs(scaled)
+            magnitude = float32(np.floor(float32(size + float32(0.5))))
+            codes[i] = _code(float32(0) if size < widened else magnitude, scaled > float32(0))
         done = end
 
 

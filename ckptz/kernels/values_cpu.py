@@ -386,24 +386,9 @@ def all_finite(patterns: Patterns, kind: int) -> bool:
 # --- packing ------------------------------------------------------------------------------------
 
 
-@part
-def _pack_tail(codes: Any, n_bits: int, begin: int, out: Any) -> None:
-    """Pack the codes from `begin` on, a multiple of eight."""
-    held, n_held, position = uint32(0), 0, begin * n_bits >> 3
-    for i in range(begin, len(codes)):
-        held |= uint32(codes[i]) << uint32(n_held)
-        n_held += n_bits
-        while n_held >= 8:
-            out[position] = uint8(held)
-            position += 1
-            held >>= uint32(8)
-            n_held -= 8
-    if n_held:
-        out[position] = uint8(held)
-
-
 @kernel
 def _pack_codes(codes: Any, n_bits: int, out: Any) -> None:
+    """Pack codes whose number is a multiple of eight."""
     whole = len(codes) >> 3
     if n_bits == 4:
         for i in range(4 * whole):
@@ -425,32 +410,21 @@ def _pack_codes(codes: Any, n_bits: int, out: Any) -> None:
                 word |= uint64(codes[8 * i + j]) << uint64(j * n_bits)
             for j in range(n_bits):
                 out[i * n_bits + j] = uint8(word >> uint64(8 * j))
-    _pack_tail(codes, n_bits, 8 * whole, out)
 
 
 def pack_codes(codes: Bytes, n_bits: int) -> Bytes:
-    out = np.empty((len(codes) * n_bits + 7) >> 3, np.uint8)
-    _pack_codes(codes, n_bits, out)
+    out, whole = np.empty((len(codes) * n_bits + 7) >> 3, np.uint8), len(codes) & ~7
+    _pack_codes(codes[:whole], n_bits, out)
+    last, word = out[whole * n_bits >> 3 :], 0
+    for i, code in enumerate(codes[whole:].tolist()):
+        word |= code << i * n_bits
+    last[:] = np.frombuffer(word.to_bytes(len(last), "little"), np.uint8)
     return out
 
 
-@part
-def _unpack_tail(packed: Any, n_bits: int, begin: int, out: Any) -> None:
-    """Unpack the codes from `begin` on, a multiple of eight."""
-    held, n_held, position = uint32(0), 0, begin * n_bits >> 3
-    mask = uint32((1 << n_bits) - 1)
-    for i in range(begin, len(out)):
-        while n_held < n_bits:
-            held |= uint32(packed[position]) << uint32(n_held)
-            position += 1
-            n_held += 8
-        out[i] = uint8(held & mask)
-        held >>= uint32(n_bits)
-        n_held -= n_bits
-
-
 @kernel
-def unpack_codes(packed: Bytes, n_bits: int, out: Bytes) -> None:
+def _unpack_codes(packed: Any, n_bits: int, out: Any) -> None:
+    """Unpack codes whose number is a multiple of eight."""
     whole = len(out) >> 3
     if n_bits == 4:
         for i in range(4 * whole):
@@ -470,4 +444,11 @@ def unpack_codes(packed: Bytes, n_bits: int, out: Bytes) -> None:
                 word |= uint64(packed[i * n_bits + j]) << uint64(8 * j)
             for j in range(8):
                 out[8 * i + j] = uint8((word >> uint64(j * n_bits)) & wide_mask)
-    _unpack_tail(packed, n_bits, 8 * whole, out)
+
+
+def unpack_codes(packed: Bytes, n_bits: int, out: Bytes) -> None:
+    whole = len(out) & ~7
+    _unpack_codes(packed, n_bits, out[:whole])
+    begin = whole * n_bits >> 3
+    word = int.from_bytes(packed[begin : begin + n_bits].tobytes(), "little")
+    out[whole:] = [word >> i * n_bits & ((1 << n_bits) - 1) for i in range(len(out) - whole)]

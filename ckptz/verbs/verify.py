@@ -18,7 +18,7 @@ from ckptz.format.index import Sharding
 from ckptz.format.reader import Container, FrameSource, check_empty, frames_of
 from ckptz.format.sources import TensorSource
 from ckptz.format.values import FLOAT_KINDS
-from ckptz.kernels import cpu, planning
+from ckptz.kernels import cpu
 from ckptz.kernels.clock import working_seconds
 from ckptz.kernels.floats import Patterns
 from ckptz.parallel import SILENT, Progress, Workers
@@ -191,7 +191,7 @@ def _decode_and_compare(
 def _check_deviation(where: str, kind: int, patterns: Patterns, original: Patterns, recorded: float) -> None:
     differs = patterns != original
     exact, restored = (cpu().to_f32(u[differs], kind).view(np.float32) for u in (original, patterns))
-    largest, squares, _ = map(float, planning().deviation(exact, restored))
+    largest, squares, _ = map(float, cpu().deviation(exact, restored))
     deviation = largest if math.isfinite(squares) else squares  # the maximum ignores NaN, the sum does not
     if not deviation <= recorded:
         raise CorruptionError(

@@ -19,7 +19,7 @@ from tests.support.spec_support import ROOT
 
 KERNELS = ROOT / "ckptz" / "kernels"
 DECORATORS = {"kernel", "part", "summing", "summing_part"}
-DOORS = {"cpu", "planning", "rounding", "moments", "compiled"}  # what calls of kernels go through
+DOORS = {"cpu", "rounding", "moments", "compiled"}  # what calls of kernels go through
 WIRE_NAMES = {"k", "_k", "kernels"}
 
 # Kernels that index by numbers from data: the function that holds them against what they index.
@@ -55,8 +55,7 @@ CHECKED = {
     "_find": "ckptz/wire/policy.py:k",
     "top_mask": "ckptz/wire/policy.py:k",
     # as many bytes as codes of so many bits take
-    "unpack_codes": "ckptz/wire/payload.py:unpacked",
-    "_unpack_tail": "ckptz/wire/payload.py:unpacked",
+    "_unpack_codes": "ckptz/wire/payload.py:unpacked",
     "dequantize": "ckptz/wire/payload.py:uniform",
     "_checksum": "ckptz/wire/endpoint.py:_check_header",  # a multiple of 16 bytes
     "_quantize": "ckptz/wire/endpoint.py:_check_patterns",
@@ -83,15 +82,15 @@ CHECKED = {
 OWN = {
     *("_encode_scalar", "_rans_encode", "_count_streams", "_repeats", "_sort_row"),
     *("_normalise", "_pack_tables", "_count_pairs"),
-    *("_rank", "_huffman_lengths", "_huffman_encode", "_encode_quarter", "_put_whole_bytes"),
+    *("_huffman_lengths", "_huffman_encode", "_encode_quarter", "_put_whole_bytes"),
     *("_ordered_difference", "_split_2", "_split_4", "_split_rotated_2", "_split_rotated_4"),
     *("_slot_tables",),
-    *("_top_histogram", "_region_codes", "_any_equal_masked", "_pack_tail"),
+    *("_top_histogram", "_region_codes", "_any_equal_masked"),
     *("_pack_codes", "_scale_of", "_row_bits", "_entropies", "_merge_rows", "_fill_row"),
     *("_deviation", "_thresholds"),
     *("_indices", "log_level_codes", "log_level_sums", "log_level_bits", "level_codes", "level_sums"),
     *("_near_zero", "beyond"),
-    *("_nearest", "_stochastic", "_leaf", "_power", "_largest", "_row_sums", "sensitivities", "_add_tiny"),
+    *("_stochastic", "_leaf", "_power", "_largest", "_row_sums", "sensitivities", "_add_tiny"),
     *("_row_product", "_split_floats", "_fold", "log_sums", "root_ratios"),
     *("add_products", "add_transposed_products"),
     *("_rotate", "tile_peaks", "_tile_codes", "pack_rows"),
