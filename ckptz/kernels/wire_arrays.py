@@ -40,15 +40,9 @@ def zeros(n: int, n_bytes: int, like: Any) -> Any:
 
 
 def from_bytes(buffer: Any, like: Any) -> Bytes:
-    """Return the bytes of a buffer as an array [n] on the device of `like`."""
+    """Return the bytes of a buffer as an array [n] on the device of `like`; shared on the CPU."""
     del like
     return np.frombuffer(buffer, np.uint8)
-
-
-def words(header: bytes, like: Any) -> NDArray[np.uint64]:
-    """Return a header as 64-bit words [8] on the device of `like`."""
-    del like
-    return np.frombuffer(bytearray(header), "<u8")
 
 
 def host_bytes(data: Bytes) -> Bytes:
@@ -180,6 +174,6 @@ def unless(flag: Any, old: Any, new: Any) -> Any:
     return old if flag else new
 
 
-def not_finite(patterns: Patterns) -> Any:
+def not_finite(patterns: Any) -> Any:
     """Return whether one of the F32 patterns [n] is an infinity or NaN."""
-    return ((patterns & np.uint32(INFINITY)) == INFINITY).any()
+    return ((patterns & INFINITY) == INFINITY).any()

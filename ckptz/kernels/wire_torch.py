@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ckptz.kernels import torch as disk
-from ckptz.kernels.torch import PATTERN_TYPES, _narrow, _wide
+from ckptz.kernels.torch import PATTERN_TYPES, _narrow, unpack_codes
+from ckptz.kernels.torch import _wide as wide
 from ckptz.kernels.torch import from_f32 as from_f32
+from ckptz.kernels.torch import pack_codes as pack
 from ckptz.kernels.torch import to_f32 as to_f32
 from ckptz.kernels.wire_arrays import (
     ALIGN,
@@ -35,6 +36,7 @@ from ckptz.kernels.wire_arrays import (
     TINY,
     signs_of,
 )
+from ckptz.kernels.wire_arrays import not_finite as not_finite
 from ckptz.kernels.wire_arrays import widths_of as widths_of
 
 
@@ -52,10 +54,6 @@ def zeros(n: int, n_bytes: int, like: Tensor) -> Tensor:
 
 def from_bytes(buffer: Any, like: Tensor) -> Tensor:
     return torch.from_numpy(np.frombuffer(buffer, np.uint8).copy()).to(like.device, non_blocking=True)
-
-
-def words(header: bytes, like: Tensor) -> Tensor:
-    return from_bytes(header, like).view(torch.int64)
 
 
 def host_bytes(data: Tensor) -> Any:
@@ -81,12 +79,8 @@ def concat(parts: Sequence[Tensor]) -> Tensor:
 
 def unpack(packed: Tensor, n_bits: int, n: int) -> Tensor:
     out = torch.empty(n, dtype=torch.uint8, device=packed.device)
-    disk.unpack_codes(packed, n_bits, out)
+    unpack_codes(packed, n_bits, out)
     return out
-
-
-def pack(codes: Tensor, n_bits: int) -> Tensor:
-    return disk.pack_codes(codes, n_bits)
 
 
 def _shift_33(x: Tensor) -> Tensor:
@@ -131,7 +125,7 @@ def _bf16_below(patterns: Tensor) -> Tensor:
 def _bf16_above(values: Tensor) -> Tensor:
     """Round doubles >= 0 up to BF16 patterns as int64, from `SMALLEST` to `BF16_MAX`; 0 stays 0."""
     narrow = values.to(torch.float32)
-    patterns = _wide(narrow.view(torch.int32)) + (narrow.to(torch.float64) < values)
+    patterns = wide(narrow.view(torch.int32)) + (narrow.to(torch.float64) < values)
     up = (patterns >> 16) + ((patterns & 0xFFFF) != 0)
     return torch.where(values == 0, 0, up.clamp(SMALLEST, BF16_MAX))
 
@@ -153,7 +147,7 @@ def _scales_of(low: Tensor, high: Tensor, n_levels: int) -> tuple[Tensor, Tensor
     bad = (high >= INFINITY) | (low < -INFINITY)
     low, high = torch.where(bad, 0, low), torch.where(bad, 0, high)
     last = _sortable(high).view(torch.float32).to(torch.float64)
-    offset = _bf16_below(_wide(_sortable(low)))
+    offset = _bf16_below(wide(_sortable(low)))
     scale = _bf16_above((last - _float_of(offset).to(torch.float64)) * (1.0 / (n_levels - 1)))
     return offset, torch.where(bad, NAN_SCALE, scale)
 
@@ -177,7 +171,7 @@ def quantize(patterns: Tensor, block: int, n_bits: int, seed: int | None) -> tup
 def dequantize(offsets: Tensor, scales: Tensor, codes: Tensor, block: int, largest: float) -> Tensor:
     n, block = len(codes), min(block, len(codes))
     rows = _blocks(codes, block)
-    offset, scale = _wide(offsets)[:, None], _wide(scales)[:, None]
+    offset, scale = wide(offsets)[:, None], wide(scales)[:, None]
     steps = _float_of(scale).to(torch.float64) * rows.to(torch.float64)
     values = (steps + _float_of(offset).to(torch.float64)).clamp(-largest, largest)
     patterns = values.to(torch.float32).view(torch.int32)
@@ -203,9 +197,6 @@ def take(patterns: Tensor, mask: Tensor, k: int) -> Tensor:
 def put(values: Tensor, mask: Tensor) -> Tensor:
     place = (mask.to(torch.int64).cumsum(0) - 1).clamp(0, len(values) - 1)
     return torch.where(mask != 0, values[place], 0).to(torch.int32)
-
-
-wide = _wide
 
 
 def narrow(numbers: Tensor, n_bytes: int) -> Tensor:
@@ -277,7 +268,7 @@ def _places(widths: Tensor, n_planes: int) -> Tensor:
 def pack_rows(codes: Tensor, widths: Tensor, row: int, n_planes: int) -> Tensor:
     planes = torch.zeros(n_planes + 1, row // 8, dtype=torch.uint8, device=codes.device)
     for bit, place in enumerate(_places(widths, n_planes).unbind(1)):
-        planes[place] = disk.pack_codes(codes >> bit & 1, 1).view(-1, row // 8)
+        planes[place] = pack(codes >> bit & 1, 1).view(-1, row // 8)
     return planes[:n_planes].reshape(-1)
 
 
@@ -329,7 +320,3 @@ def to_bools(conditions: Sequence[tuple[Any, str]]) -> list[bool]:
 
 def unless(flag: Any, old: Tensor, new: Tensor) -> Tensor:
     return torch.where(flag, old, new) if isinstance(flag, Tensor) else old if flag else new
-
-
-def not_finite(patterns: Tensor) -> Tensor:
-    return ((patterns & INFINITY) == INFINITY).any()

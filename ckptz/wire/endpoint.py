@@ -108,7 +108,8 @@ class Link:
         k, due = self.state.kernels, self._cap(sent) if self._fixed else 0
         received, header, frame = self._encode(sent, patterns)
         payload = k.concat(frame.parts)
-        words = k.words(dataclasses.replace(header, payload_bytes=len(payload)).pack(), payload)
+        packed = bytearray(dataclasses.replace(header, payload_bytes=len(payload)).pack())
+        words = k.as_patterns(k.from_bytes(packed, payload), 8)
         words[0] |= k.truth(frame.not_finite) * NOT_FINITE
         words[6] = k.checksum(payload)
         words[7] = k.checksum(k.as_bytes(words[:7]))
@@ -212,6 +213,8 @@ class Link:
 
     def _decode(self, expected: Message, message: Array) -> Array:
         k, dtype = self.state.kernels, expected.dtype.name
+        if len(self._pending) > MAX_PENDING_CHECKS:
+            self.check()
         n_before = len(self._pending)
         check: Check = raise_if
         if self._verify == "message":
@@ -272,15 +275,13 @@ class Link:
         header, plan, memory = self._expected_header(expected)
         if len(message) < plan.cap:
             _refuse("payload", f"the message has {len(message)} bytes, expected {plan.cap}")
-        if len(self._pending) > MAX_PENDING_CHECKS:
-            self.check()
 
         def check(wrong: Condition, reason: str) -> None:
             self._pending.append((wrong, f"{name}: {reason}"))
 
         words = k.as_patterns(message[:HEADER_BYTES], 8)
         not_finite = (words[0] & NOT_FINITE) != 0
-        changed = (words ^ k.words(header.pack(), message))[:6]
+        changed = (words ^ k.as_patterns(k.from_bytes(header.pack(), message), 8))[:6]
         changed[0] &= ~NOT_FINITE
         check((changed != 0).any(), "header: it is not that of the expected message")
         payload = message[HEADER_BYTES : plan.cap]

@@ -14,7 +14,7 @@ import bench.studies.paper_b.experimental  # noqa: F401 - EF mixed is sent there
 from ckptz.errors import ConfigError, WireError
 from ckptz.format.dtypes import DTYPES, dtype_of
 from ckptz.kernels import wire_cpu, wire_torch
-from ckptz.wire import PRESETS, RAW, LinkPolicy, Tiled, TopK, Uniform
+from ckptz.wire import PRESETS, RAW, LinkPolicy, Tiled, TopK, Uniform, endpoint
 from ckptz.wire.endpoint import Link
 from ckptz.wire.header import HEADER_BYTES, Flag, LinkHeader
 from ckptz.wire.payload import BITMAP, decode_payload, encode_payload
@@ -282,6 +282,18 @@ def test_a_damaged_message_arrives_as_nan_and_is_named_by_the_check(policy: Link
     second.check()
     if policy.feedback == "ef21":
         assert not second.state_dict()["wire/0-1/forward/0/2/rx/state"].any()
+
+
+def test_a_damaged_message_arrives_as_nan_where_earlier_checks_are_evaluated_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(endpoint, "MAX_PENDING_CHECKS", 0)
+    first, second = waiting_ends(LinkPolicy(forward=Uniform(8)))
+    for step in range(2):
+        message = first.send(FORWARD, to_torch(NORMAL), F32, SHAPE, MessageKey(step)).message
+        message[700] ^= 64 * step
+        received = second.receive(FORWARD, message, F32, SHAPE, MessageKey(step))
+    assert np.isnan(floats(from_torch(received, np.uint32))).all()
 
 
 # --- bad input ----------------------------------------------------------------------------------
