@@ -96,20 +96,15 @@ def _rotate(patterns: Patterns, n_left: int) -> Patterns:
     return (patterns << left) | (patterns >> right)
 
 
-def _zeros(like: Patterns) -> Patterns:
-    """Return an unsigned zero of the dtype of `like`, so that subtraction wraps."""
-    return np.zeros_like(like)
-
-
 def _zigzag(difference: Patterns) -> Patterns:
     top = difference.dtype.type(8 * difference.itemsize - 1)
     one = difference.dtype.type(1)
-    return (difference << one) ^ (_zeros(difference) - (difference >> top))
+    return (difference << one) ^ -(difference >> top)
 
 
 def _unzigzag(code: Patterns) -> Patterns:
     one = code.dtype.type(1)
-    return (code >> one) ^ (_zeros(code) - (code & one))
+    return (code >> one) ^ -(code & one)
 
 
 def transform(patterns: Patterns, base: Patterns, mode: int, out: Patterns | None = None) -> Patterns:

@@ -17,6 +17,7 @@ from ckptz.kernels.numba_base import inlined, kernel, part, summing_part
 
 GOLDEN = 0x9E3779B9
 MIX_1, MIX_2 = 0x7FEB352D, 0x846CA68B  # multipliers with good avalanche, found by search (hash-prospector)
+_NO_BASE = np.zeros(0, np.float32)  # in kernels, an empty base stands for zeros
 
 
 @inlined
@@ -66,7 +67,6 @@ def _code(magnitude: Any, is_positive: Any) -> Any:
 def _nearest_codes(
     values: Any,
     base: Any,
-    has_base: bool,
     steps: Any,
     labels: Any,
     row_patterns: int,
@@ -75,7 +75,7 @@ def _nearest_codes(
     out: Any,
 ) -> None:
     done: Any = 0
-    n = len(out)
+    n, has_base = len(out), len(base) > 0
     while done < n:
         at = begin + done
         end = done + row_patterns - at % row_patterns
@@ -108,7 +108,6 @@ def _stochastic(values: Any, base: Any, has_base: Any, step: Any, seeded: Any, l
 def _stochastic_codes(
     values: Any,
     base: Any,
-    has_base: bool,
     steps: Any,
     labels: Any,
     row_patterns: int,
@@ -117,7 +116,7 @@ def _stochastic_codes(
     out: Any,
 ) -> None:
     done: Any = 0
-    n = len(out)
+    n, has_base = len(out), len(base) > 0
     while done < n:
         at = begin + done
         low = int64(uint64(at) & uint64(0xFFFFFFFF))
@@ -155,7 +154,7 @@ def residual_codes(
         begin: index of the first value in the tensor.
         out: the codes [n].
     """
-    inputs = values, values if base is None else base, base is not None, steps, labels, row_patterns
+    inputs = values, _NO_BASE if base is None else base, steps, labels, row_patterns
     if seed == NEAREST:
         _nearest_codes(*inputs, np.float32(0.5 + dead_zone), begin, out)
     else:
@@ -164,9 +163,9 @@ def residual_codes(
 
 @kernel
 def _residual_sums(
-    values: Any, base: Any, has_base: bool, labels: Any, row_patterns: int, begin: int, codes: Any, sums: Any
+    values: Any, base: Any, labels: Any, row_patterns: int, begin: int, codes: Any, sums: Any
 ) -> None:
-    i, n = uint64(0), uint64(len(codes))
+    i, n, has_base = uint64(0), uint64(len(codes)), len(base) > 0
     while i < n:
         at = begin + int64(i)
         end = i + uint64(row_patterns - at % row_patterns)
@@ -195,14 +194,13 @@ def residual_sums(
 
     Values with code 0 are skipped.
     """
-    other = values if base is None else base
-    _residual_sums(values, other, base is not None, labels, row_patterns, begin, codes, sums)
+    _residual_sums(values, _NO_BASE if base is None else base, labels, row_patterns, begin, codes, sums)
 
 
 # --- extents ------------------------------------------------------------------------------------
 
 LEAF = 128  # values added up in eight partial sums
-_NO_BASE = np.zeros(LEAF, np.float32)
+_ZEROS = np.zeros(LEAF, np.float32)
 
 
 @part
@@ -255,7 +253,7 @@ def power(values: Floats, base: Floats | None = None) -> float:
 
     The order of the additions is fixed because grid steps depend on the last bit of the sum.
     """
-    other, stack = _NO_BASE if base is None else base, np.empty((64, 2), np.uint64)
+    other, stack = _ZEROS if base is None else base, np.empty((64, 2), np.uint64)
     return float(_power(values, other, base is not None, stack, np.empty(64)))
 
 

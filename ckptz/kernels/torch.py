@@ -61,18 +61,11 @@ def _shift_right(wide: Tensor, n: int, width: int) -> Tensor:
     return (wide >> n) & ((1 << (width - n)) - 1) if n else wide
 
 
-def _top(width: int) -> int:
-    return 1 << (width - 1) if width < 64 else -(1 << 63)
-
-
-def _order(wide: Tensor, width: int) -> Tensor:
-    sign = _shift_right(wide, width - 1, width)
-    return wide ^ ((-sign | _top(width)) & _mask(width))
-
-
 def ordered(patterns: Tensor) -> Tensor:
     """Map float patterns [n] to int64 that sort as the values do; see `floats.order`."""
-    return _order(_wide(patterns), _width(patterns))
+    wide, width = _wide(patterns), _width(patterns)
+    sign = _shift_right(wide, width - 1, width)
+    return wide ^ ((-sign | -(1 << (width - 1))) & _mask(width))
 
 
 def top_histogram(patterns: Tensor) -> Tensor:
