@@ -7,8 +7,7 @@ import pytest
 
 from ckptz.format.plan import LinearTable
 from ckptz.kernels import wire_cpu, wire_torch
-from ckptz.kernels.values_cpu import pack_codes, unpack_codes
-from tests.support import reference, wire_reference
+from tests.support import wire_reference
 from tests.support import wire_reference as ref
 from tests.support.wire_support import devices, from_torch, rng, to_torch
 
@@ -91,17 +90,6 @@ def test_levels_are_those_of_the_quantization_map_on_disk(bits: int) -> None:
     table = LinearTable(widened[0], np.arange(1 << bits, dtype=np.float64), widened[1]).expand()
     by_table = table[np.arange(2048) // 256, codes]
     assert np.array_equal(by_table, wire_cpu.dequantize(offsets, scales, codes, 256, 3e38))
-
-
-@pytest.mark.parametrize("bits", range(1, 9))
-@pytest.mark.parametrize("n", [1, 7, 8, 9, 100, 1000])
-def test_packing_agrees(bits: int, n: int) -> None:
-    codes = rng(n).integers(0, 1 << bits, n).astype(np.uint8)
-    packed = reference.pack_codes(codes, bits)
-    out = np.empty(n, np.uint8)
-    unpack_codes(packed, bits, out)
-    assert np.array_equal(pack_codes(codes, bits), packed)
-    assert np.array_equal(out, codes)
 
 
 @pytest.mark.parametrize("name", ["normal", "wide", "not finite", "subnormal", "huge", "patterns"])

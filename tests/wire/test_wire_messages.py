@@ -16,7 +16,7 @@ from ckptz.format.dtypes import DTYPES, dtype_of
 from ckptz.kernels import wire_cpu, wire_torch
 from ckptz.wire import PRESETS, RAW, LinkPolicy, Tiled, TopK, Uniform, endpoint
 from ckptz.wire.endpoint import Link
-from ckptz.wire.header import HEADER_BYTES, Flag, LinkHeader
+from ckptz.wire.header import HEADER_BYTES, LinkHeader
 from ckptz.wire.payload import BITMAP, decode_payload, encode_payload
 from ckptz.wire.policy import Codec, plan_of
 from ckptz.wire.state import MEMORIES, MessageKey, SampleBuffers
@@ -131,12 +131,6 @@ def test_rice_gaps_are_within_three_percent_of_the_bound(share: float) -> None:
     bound = math.lgamma(MILLION + 1) - math.lgamma(plan.k + 1) - math.lgamma(MILLION - plan.k + 1)
     assert frame.mode != BITMAP
     assert n_bits <= 1.03 * bound / math.log(2)
-
-
-def test_a_bitmap_takes_one_bit_an_element() -> None:
-    plan = plan_of(TopK(0.1, 8, "bitmap"), F32, (1, MILLION))
-    frame = encode_payload(wire_cpu, plan, f32_patterns(rng().standard_normal(MILLION)))
-    assert len(frame.parts[0]) * 8 == MILLION
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -491,57 +485,15 @@ def test_a_gradient_of_another_shape_than_its_activation_is_refused_at_both_ends
 
 
 @pytest.mark.parametrize("codec", [c for c in CODECS if isinstance(c, TopK)] + [Uniform(4)], ids=str)
-def test_payloads_that_contradict_their_plan_are_refused(codec: Codec) -> None:
+def test_a_payload_with_more_behind_it_is_refused(codec: Codec) -> None:
     plan = plan_of(codec, F32, SHAPE)
     frame = encode_payload(wire_cpu, plan, NORMAL)
-    payload = wire_cpu.concat(frame.parts)
-    decode_payload(wire_cpu, plan, payload, frame.mode, False)
-    for cut in (payload[:-16], np.concatenate([payload, np.zeros(16, np.uint8)]), payload[:0]):
-        with pytest.raises(ValueError, match=r"needs|follow|raw"):
-            decode_payload(wire_cpu, plan, cut, frame.mode, False)
-    for mode in (99, 18):
-        with pytest.raises(ValueError, match=r"mode|gaps|needs|scales"):
-            decode_payload(wire_cpu, plan, payload, mode, False)
-    with pytest.raises(ValueError, match="flag"):
-        decode_payload(wire_cpu, plan, payload, frame.mode, True)
-
-
-def test_a_bitmap_with_another_number_of_ones_is_refused() -> None:
-    plan = plan_of(TopK(0.1, 16, "bitmap"), F32, SHAPE)
-    payload = wire_cpu.concat(encode_payload(wire_cpu, plan, NORMAL).parts)
-    payload[3] ^= 1
-    with pytest.raises(ValueError, match="positions: a sample does not have 111 values"):
-        decode_payload(wire_cpu, plan, payload, BITMAP, False)
+    longer = wire_cpu.concat([*frame.parts, np.zeros(16, np.uint8)])
+    with pytest.raises(ValueError, match="16 bytes follow its end"):
+        decode_payload(wire_cpu, plan, longer, frame.mode, False)
 
 
 # --- state --------------------------------------------------------------------------------------
-
-
-def test_overflow_skips_the_step_and_leaves_the_state_alone() -> None:
-    policy = LinkPolicy(forward=TopK(0.1), feedback="ef21")
-    pair = ends(policy)
-    for step in range(3):
-        patterns = f32_patterns(rng(step).standard_normal(N))
-        if step == 1:
-            before = pair[1].state_dict()["wire/0-1/forward/0/0/rx/state"]
-            patterns[17] = f32_patterns([np.nan])[0]
-        message, received = across(pair, patterns, MessageKey(step))
-        if step == 1:
-            assert not np.isfinite(floats(received)).all()
-            assert LinkHeader.parse(message[:64].tobytes()).flags & Flag.NOT_FINITE
-            assert np.array_equal(before, pair[1].state_dict()["wire/0-1/forward/0/0/rx/state"])
-    assert np.isfinite(floats(received)).all()
-
-
-@pytest.mark.parametrize("feedback", ["ef21", "aqsgd"])
-def test_both_ends_hold_the_same_state(feedback: Any) -> None:
-    pair = ends(LinkPolicy(forward=TopK(0.1), feedback=feedback))
-    for step in range(4):
-        across(pair, f32_patterns(rng(step).standard_normal(N)), MessageKey(step, 0, 0, np.arange(5)))
-    sent, received = pair[0].state_dict(), pair[1].state_dict()
-    assert sent.keys() == {name.replace("/rx", "/tx") for name in received}
-    for name, array in received.items():
-        assert np.array_equal(array, sent[name.replace("/rx", "/tx")])
 
 
 SLOT, SAMPLES = "wire/0-1/forward/0/0/tx", "wire/0-1/forward/0/samples/tx"
