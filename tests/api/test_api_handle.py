@@ -99,7 +99,9 @@ OPENING = [
     *devices(NAMES, "npu", "npu:1", "xpu:1", "xla", "mlu:3", "musa", "hpu", 0, 3, True, np.int64(1)),
     *devices(SafetensorError, "cpu:0", "CPU", "", "meta", "auto", "cuda:0:1", "mps:1", "privateuseone"),
     *devices(SafetensorError, -1, 1 << 70, 1.5, b"cpu", [], torch.device("cpu"), torch.device("cuda", 0)),
-    *devices(ValueError, "cuda:", "cuda:x", "cuda:-1", "cuda: 1", "npu:x", "mps:", f"cuda:{10**20 - 1}"),
+    *devices(
+        ValueError, "cuda:", "cuda:x", "cuda:-1", "cuda: 1", "npu:x", "mps:", f"cuda:{10**20 - 1}", "cuda:٣"
+    ),
     *devices(SafetensorError, "cuda", "cuda:1", "mps", "xpu", 0, of="np"),
     *devices(NAMES, None, of="np"),
     *backends(NAMES, "mmap", "pread"),

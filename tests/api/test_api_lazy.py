@@ -16,8 +16,7 @@ import torch
 
 from ckptz import CkptzError
 from ckptz.api import read as reading
-from ckptz.errors import ChecksumError, LimitError, MissingBaseError
-from ckptz.format.byte_source import FileBytes
+from ckptz.errors import ChecksumError, LimitError
 from ckptz.format.caches import CACHE_BYTES, CachedChunks, Decoded
 from ckptz.format.reader import FrameSource
 from ckptz.format.sources import CHUNK_VALUES
@@ -208,28 +207,6 @@ def test_a_delta_reads_like_any_other_file(folder: Path) -> None:
     assert same(CKPTZ.torch.load(as_bytes, search_path=[folder]), loaded)
 
 
-def test_a_base_that_vanishes_after_opening_is_not_missed(tmp_path: Path) -> None:
-    CKPTZ.torch.save_file(TENSORS, tmp_path / "base.ckptz")
-    CKPTZ.torch.save_file(step(1), tmp_path / "delta.ckptz", base=tmp_path / "base.ckptz")
-    with CKPTZ.safe_open(tmp_path / "delta.ckptz", "pt") as handle:
-        (tmp_path / "base.ckptz").unlink()
-        assert same(handle.get_tensor("slanted"), step(1)["slanted"])
-    with pytest.raises(MissingBaseError, match=r"base\.ckptz"):
-        CKPTZ.safe_open(tmp_path / "delta.ckptz", "pt")
-    with pytest.raises(MissingBaseError):
-        CKPTZ.torch.load((tmp_path / "delta.ckptz").read_bytes())
-
-
-def test_bases_are_found_in_the_search_path(tmp_path: Path) -> None:
-    (tmp_path / "old").mkdir()
-    CKPTZ.numpy.save_file({"x": np.arange(9)}, tmp_path / "old" / "base.ckptz")
-    CKPTZ.numpy.save_file({"x": np.arange(9) + 1}, tmp_path / "delta.ckptz", base=tmp_path / "old/base.ckptz")
-    with pytest.raises(MissingBaseError):
-        CKPTZ.numpy.load_file(tmp_path / "delta.ckptz")
-    loaded = CKPTZ.numpy.load_file(tmp_path / "delta.ckptz", search_path=[tmp_path / "old"])
-    assert loaded["x"].tolist() == list(range(1, 10))
-
-
 # --- refusals that safetensors has no need of -----------------------------------------------------------
 
 
@@ -269,19 +246,6 @@ def test_free_memory_is_the_limit_by_default(folder: Path, monkeypatch: pytest.M
 def test_the_free_memory_of_this_machine_is_known_or_not_asked_for() -> None:
     free = reading.available_memory()
     assert free is None or 1 << 20 < free < 1 << 50
-
-
-@pytest.fixture
-def deaf_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: FileBytes, offset: int, n_bytes: int) -> Any:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(FileBytes, "read", fail)
-
-
-def test_a_failing_disk_is_an_oserror(folder: Path, deaf_disk: None) -> None:
-    with pytest.raises(OSError, match="Input/output"):
-        CKPTZ.safe_open(folder / "full.ckptz", "pt")
 
 
 def test_chunks_and_cache_fit_together() -> None:

@@ -227,19 +227,6 @@ def test_arguments_stand_in_the_same_places_with_the_same_defaults(kind: str, na
     assert all(p.kind is p.KEYWORD_ONLY and p.default is not p.empty for p in extra)
 
 
-def test_saving_over_an_open_file_leaves_its_reader_alone(library: Library, tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    library.torch.save_file({"a": ONES}, path)
-    with library.safe_open(path, "pt") as old:
-        part = old.get_slice("a")
-        library.torch.save_file({"b": ONES * 2}, path)
-        assert old.keys() == ["a"]
-        assert same(old.get_tensor("a"), ONES)
-        assert same(part[1], ONES[1])
-    assert list(library.torch.load_file(path)) == ["b"]
-    assert [p.name for p in tmp_path.iterdir()] == ["file"]
-
-
 def test_a_failed_save_leaves_the_old_file(library: Library, tmp_path: Path) -> None:
     library.torch.save_file({"a": ONES}, tmp_path / "file")
     for bad in ({"b": ONES.t()}, {"b": torch.ones(2, dtype=torch.complex128)}):

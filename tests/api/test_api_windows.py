@@ -8,10 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckptz.errors import ConfigError
 from ckptz.state import arrays
 from ckptz.state.arrays import Window, WindowPart
-from ckptz.state.frameworks import parse_backend, parse_device, parse_framework
+from ckptz.state.frameworks import parse_device
 from ckptz.state.torch import _select
 
 CHUNK = 7
@@ -69,15 +68,6 @@ def test_a_run_falls_into_one_piece_a_chunk() -> None:
     assert all(piece.is_run for piece in pieces)
 
 
-def test_rows_far_apart_leave_the_chunks_between_them_alone() -> None:
-    pieces = list(Window(0, (3, 2), (21, 1)).pieces())
-    assert [piece.chunk for piece in pieces] == [0, 3, 6]
-
-
-def test_nothing_has_no_pieces() -> None:
-    assert list(Window(3, (2, 0, 4), (8, 4, 1)).pieces()) == []
-
-
 @pytest.mark.parametrize(
     ("device", "parsed"),
     [
@@ -87,21 +77,3 @@ def test_nothing_has_no_pieces() -> None:
 )
 def test_devices(device: Any, parsed: Any) -> None:
     assert parse_device(device) == parsed
-
-
-@pytest.mark.parametrize(
-    "device", ["meta", "cuda:", "cuda:1.0", "cuda:٣", "mps:1", "cpu:0", -1, 1.0, 1 << 64]
-)
-def test_no_devices(device: Any) -> None:
-    with pytest.raises(ConfigError, match="is invalid"):
-        parse_device(device)
-
-
-def test_names_are_parsed_before_anything_is_opened() -> None:
-    assert parse_framework("pytorch") == "torch"
-    assert parse_backend("pread") == "pread"
-    for parse in (parse_framework, parse_backend):
-        with pytest.raises(ConfigError):
-            parse("other")
-        with pytest.raises(TypeError):
-            parse(None)
