@@ -370,7 +370,7 @@ def _find_layout(folder: Path) -> _Layout:
         if indexes:
             return _read_index(folder, indexes[0])
         if files:
-            _check_numbered(folder, files)
+            check_numbered(folder, files)
             return _Layout(tuple(files))
     if packed := [name for name in names if name.endswith(SUFFIX)]:
         raise ConfigError(f"{folder}: a folder of {SUFFIX} files; name one of them, such as {packed[0]}")
@@ -380,7 +380,7 @@ def _find_layout(folder: Path) -> _Layout:
     )
 
 
-def _check_numbered(folder: Path, files: Sequence[str]) -> None:
+def check_numbered(folder: Path, files: Sequence[str]) -> None:
     """Check that no shard of a numbered checkpoint is missing, because a part of a model is no checkpoint.
 
     Raises:
@@ -392,8 +392,7 @@ def _check_numbered(folder: Path, files: Sequence[str]) -> None:
             name, number, total = match.groups()
             numbers.setdefault((name, total, Path(file).suffix), set()).add(int(number))
     for (name, total, suffix), present in numbers.items():
-        if len(present) < int(total):
-            number = next(i for i in itertools.count(1) if i not in present)
+        if (number := next(i for i in itertools.count(1) if i not in present)) <= int(total):
             missing = folder / f"{name}-{number:0{len(total)}}-of-{total}{suffix}"
             raise FileNotFoundError(ENOENT, "a shard of the model is missing", str(missing))
 

@@ -15,7 +15,7 @@ import torch
 
 from ckptz.api.read import safe_open
 from ckptz.errors import CkptzError, ConfigError, CorruptionError, UnsupportedError, with_context
-from ckptz.foreign.folders import is_model_file, torch_names
+from ckptz.foreign.folders import check_numbered, is_model_file, torch_names
 from ckptz.format.dtypes import dtype_of
 from ckptz.format.suffixes import SUFFIX
 from ckptz.state.skeleton import TensorRef, parse_tree
@@ -44,16 +44,11 @@ def weight_files(folder: Path, variant: str | None) -> list[Path]:
 def _shards(folder: Path, name: str) -> list[Path]:
     pattern = re.compile(rf"{re.escape(name)}-(\d+)-of-(\d+){re.escape(SUFFIX)}")
     matches = [match for entry in os.scandir(folder) if (match := pattern.fullmatch(entry.name))]
-    shards = {int(match[1]): folder / match[0] for match in matches}
-    totals = {int(match[2]) for match in matches}
-    if len(totals) > 1:
+    if len({int(match[2]) for match in matches}) > 1:
         files = ", ".join(sorted(match[0] for match in matches))
         raise ConfigError(f"{folder}: holds shards of several checkpoints ({files}); name some with files=")
-    for i in range(1, max(totals, default=0) + 1):
-        if i not in shards:
-            missing = folder / f"{name}-{i:05}-of-{totals.pop():05}{SUFFIX}"
-            raise FileNotFoundError(ENOENT, "a shard of the model is missing", str(missing))
-    return [shards[i] for i in sorted(shards)]
+    check_numbered(folder, [match[0] for match in matches])
+    return [folder / match[0] for match in sorted(matches, key=lambda match: int(match[1]))]
 
 
 def named_files(folder: Path, files: str | Sequence[str]) -> list[Path]:
