@@ -134,15 +134,11 @@ def facts_of(report: Any) -> dict[str, str]:
     """Return headings and values of the non-empty fields of a report as text, without lists of records."""
     facts: dict[str, str] = {}
     for name, value in fields_of(report).items():
-        if value not in (None, ()) and not _has_records(value):
+        items = value if isinstance(value, list | tuple) else ()
+        has_records = not all(isinstance(item, str | int | float | None) for item in items)
+        if value not in (None, ()) and not has_records:
             facts.setdefault(heading(name), field_text(name, value))
     return facts
-
-
-def _has_records(value: Any) -> bool:
-    return isinstance(value, list | tuple) and not all(
-        item is None or isinstance(item, str | int | float) for item in value
-    )
 
 
 class Report:

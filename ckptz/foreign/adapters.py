@@ -84,18 +84,15 @@ def parse_adapters(text: str, names: Iterable[str]) -> dict[str, dict[str, str]]
     for folder, entry in record.items():
         if folder and not is_file_name(folder):
             raise CorruptionError(f"metadata: the folder {folder!r} of an adapter is not a plain file name")
-        adapter, differing = _parse_entry(entry)
+        adapter, differing = (
+            (entry.get("adapter"), entry.get("keys")) if isinstance(entry, dict) else (None, None)
+        )
+        if not isinstance(adapter, str) or not isinstance(differing, dict):
+            raise CorruptionError("metadata: the record of an adapter lacks its name or keys")
+        if not all(isinstance(name, str | None) for name in differing.values()):
+            raise CorruptionError(f"metadata: adapter {adapter!r}: the tensor name of a key is not text")
         keys: dict[str, Any] = {**_default_keys(folder, adapter, names), **differing}
         by_folder[folder] = {key: name for key, name in keys.items() if name is not None}
         if unknown := sorted(set(by_folder[folder].values()) - set(names)):
             raise CorruptionError(f"metadata: adapter {adapter!r}: {unknown[0]!r} is not in the file")
     return by_folder
-
-
-def _parse_entry(entry: Any) -> tuple[str, dict[str, str | None]]:
-    adapter, keys = (entry.get("adapter"), entry.get("keys")) if isinstance(entry, dict) else (None, None)
-    if not isinstance(adapter, str) or not isinstance(keys, dict):
-        raise CorruptionError("metadata: the record of an adapter lacks its name or keys")
-    if not all(isinstance(name, str | None) for name in keys.values()):
-        raise CorruptionError(f"metadata: adapter {adapter!r}: the tensor name of a key is not text")
-    return adapter, keys

@@ -11,6 +11,8 @@ from errno import ENOENT
 from pathlib import Path
 from typing import Any, Final, Literal
 
+import msgspec
+
 from ckptz.errors import CkptzError, ConfigError, with_context
 from ckptz.foreign.dcp import is_dcp, open_dcp
 from ckptz.foreign.folders import Input as Input
@@ -215,18 +217,17 @@ def join(model: Input, optimizer: Input) -> Input:
                 f"{optimizer.name}: tensor {name!r} is in {model.name} too; "
                 "give a file with only the optimizer's state, under different names"
             )
+    states, storages = list[Any](), list[Any]()
+    for _, part_states, part_storages in parts:
+        states += _renumbered(part_states, len(storages))
+        storages += part_storages
     sharding = model.sharding or Sharding(())
     return replace(
         model,
         kind="folder",
         tensors={**model.tensors, **optimizer.tensors},
-        sharding=Sharding(
-            (*model_shards, *optimizer_shards),
-            sharding.index_file,
-            sharding.index_text,
-            sharding.carried,
-        ),
-        tree=_joint_tree(parts),
+        sharding=msgspec.structs.replace(sharding, shards=(*model_shards, *optimizer_shards)),
+        tree={"root": {"dict": states}, "storages": storages} if states else None,
         checkpoint=None,
         optimizer_names=model.optimizer_names | frozenset(optimizer.tensors),
     )
@@ -249,15 +250,6 @@ def _part_of(source: Input) -> Part:
     metadata = None if source.metadata is None else dict(source.metadata)
     states = [] if source.tree is None else [[file, tree["root"]]]
     return (Shard(file, tuple(source.tensors), metadata),), states, tree["storages"]
-
-
-def _joint_tree(parts: Sequence[Part]) -> dict[str, Any] | None:
-    states: list[Any] = []
-    storages: list[Any] = []
-    for _, part_states, part_storages in parts:
-        states += _renumbered(part_states, len(storages))
-        storages += part_storages
-    return {"root": {"dict": states}, "storages": storages} if states else None
 
 
 def _renumbered(node: Any, n_before: int) -> Any:

@@ -45,7 +45,7 @@ from ckptz.parallel import jobs_of
 from ckptz.run.names import step_of_folder
 from ckptz.run.residuals import read_exact_or_lossy
 from ckptz.state.flatten import unflatten
-from ckptz.state.skeleton import parse_tree
+from ckptz.state.skeleton import TensorRef, parse_tree
 from ckptz.state.torch import from_plain, torch_dtype
 from ckptz.store.resolve import open_checkpoint
 
@@ -179,21 +179,19 @@ class CkptzStorageReader(InFolder, StorageReader):
         """
         stored = index.objects[name]
         tree = parse_tree(stored.tree)
-        names = {ref.name for ref in tree.refs if hasattr(ref, "name")}.union(*tree.storages)
-        if not names:
-            return self._named(name, unflatten({}, stored.tree, None))
-        path = shard_path(self.folder, index, stored.file)
-        read = functools.partial(self._read_named, names=names, tree=stored.tree)
-        return self._named(name, read_exact_or_lossy(path, read))
+        names = {ref.name for ref in tree.refs if isinstance(ref, TensorRef)}.union(*tree.storages)
 
-    def _read_named(self, path: Path, names: set[str], tree: dict[str, Any]) -> Any:
-        with contextlib.closing(open_checkpoint(path)) as checkpoint:
-            if missing := names - set(checkpoint.tensors):
-                raise CorruptionError(f"{checkpoint.name}: has no tensor {min(missing)!r}")
-            tensors = {n: source for n, source in checkpoint.tensors.items() if n in names}
-            return unflatten(tensors, tree, None)
+        def read(path: Path) -> Any:
+            with contextlib.closing(open_checkpoint(path)) as checkpoint:
+                if missing := names - set(checkpoint.tensors):
+                    raise CorruptionError(f"{checkpoint.name}: has no tensor {min(missing)!r}")
+                tensors = {n: source for n, source in checkpoint.tensors.items() if n in names}
+                return unflatten(tensors, stored.tree, None)
 
-    def _named(self, name: str, state: Any) -> Any:
+        if names:
+            state = read_exact_or_lossy(shard_path(self.folder, index, stored.file), read)
+        else:
+            state = unflatten({}, stored.tree, None)
         plain = from_plain(state)
         if not isinstance(plain, dict) or name not in plain:
             raise CorruptionError(f"{self.folder}: {INDEX_FILE} holds no value for {name!r}")

@@ -448,19 +448,14 @@ def _guides(
     weights: Mapping[str, TensorSource], state: Mapping[str, TensorSource]
 ) -> dict[str, SideInformation]:
     """Return the second moments of weights as side information, if they have the weight's shape."""
-    moments = {name: state.get(f"optimizer.{name}.exp_avg_sq") for name in weights}
-    second_moments = {
-        name: moment
-        for name, moment in moments.items()
-        if moment is not None and moment.shape == weights[name].shape and moment.dtype.name in FLOAT_KINDS
-    }
-    mean = mean_sensitivity_of(
-        (weights[n], m) for n, m in second_moments.items() if weights[n].dtype.name in FLOAT_KINDS
-    )
-    return {
-        name: SideInformation(second_moment=moment, mean_sensitivity=mean)
-        for name, moment in second_moments.items()
-    }
+    moments = {}
+    for name, weight in weights.items():
+        moment = state.get(f"optimizer.{name}.exp_avg_sq")
+        if moment is not None and moment.shape == weight.shape and moment.dtype.name in FLOAT_KINDS:
+            moments[name] = moment
+    pairs = ((weights[name], moment) for name, moment in moments.items())
+    mean = mean_sensitivity_of((w, moment) for w, moment in pairs if w.dtype.name in FLOAT_KINDS)
+    return {n: SideInformation(second_moment=m, mean_sensitivity=mean) for n, m in moments.items()}
 
 
 def _load_weights(trainer: Any, path: Path, model: Any) -> None:

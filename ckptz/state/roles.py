@@ -37,7 +37,7 @@ SECOND_MOMENTS: Final = frozenset(name for name, role in _STATE_ROLES.items() if
 BASES: Final = frozenset({"GG", "Q"})
 
 # (pattern in the parameter's name, layer type); not part of the format. `inspect` shows the result.
-LAYER_PATTERNS: Final = (
+_LAYER_PATTERNS: Final = (
     (r"(^|[._])(lm_head|head|classifier|score|output_projection)([._]|$)", "head"),
     (r"(embed|(^|[._])(wte|wpe|token|position|tok|pos|word_embeddings)([._]|$))", "embedding"),
     (r"(norm|(^|[._])ln(_?\w{1,2})?([._]|$)|bn\d*([._]|$))", "norm"),
@@ -86,7 +86,7 @@ _WORDS: Final = "|".join(_STATE_ROLES)
 _STATE: Final = re.compile(
     rf"(?:optimizer\.)?(?:state\.)?(?:(?P<parameter>.+)\.(?P<word>{_WORDS})|(?P<first>{_WORDS})\.(?P<rest>.+))"
 )
-_LAYERS: Final = tuple((re.compile(pattern), layer_type) for pattern, layer_type in LAYER_PATTERNS)
+_LAYERS: Final = tuple((re.compile(pattern), layer_type) for pattern, layer_type in _LAYER_PATTERNS)
 
 
 def _split_state(name: str) -> tuple[str, str]:
@@ -99,17 +99,13 @@ def _split_state(name: str) -> tuple[str, str]:
     return "weight", name.removeprefix("model.")
 
 
-def _layer_type(parameter: str, shape: Sequence[int]) -> str:
-    by_shape = "linear" if len(shape) == 2 else "conv" if len(shape) > 2 else "other"
-    lowered = parameter.lower()
-    return next((layer_type for pattern, layer_type in _LAYERS if pattern.search(lowered)), by_shape)
-
-
 def role_of(name: str, shape: Sequence[int], is_float: bool, rules: Iterable[Rule] = ()) -> Role:
     """Return the role of a tensor by name and shape; rules come first, and integers have role "other"."""
     role, parameter = _split_state(name)
     role = role if is_float else "other"
-    layer_type = _layer_type(parameter, shape)
+    by_shape = "linear" if len(shape) == 2 else "conv" if len(shape) > 2 else "other"
+    lowered = parameter.lower()
+    layer_type = next((kind for pattern, kind in _LAYERS if pattern.search(lowered)), by_shape)
     for rule in rules:
         if rule.pattern.match(name):
             return Role(rule.role or role, parameter, rule.layer_type or layer_type)

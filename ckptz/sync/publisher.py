@@ -208,22 +208,19 @@ class Publisher:
         notes.append("names, dtypes or shapes changed since the last step, so this is a full file")
         return None
 
-    def _is_full_due(self, base: _Base | None, versions: list[Version]) -> bool:
-        full_files = full_files_of(versions)
-        if base is None or not full_files or base.ref.depth > MAX_DEPTH:
-            return True
-        n_since = len({version.step for version in versions if version.step > full_files[-1].step})
-        return self._rule.base_of(n_since + 1) is None
-
     def _write(
         self, job: WriteJob, base: _Base | None, versions: list[Version], workers: Workers
     ) -> dict[Version, Written]:
         """Write the files of one step; they appear when all of them are complete."""
         assert job.step is not None
+        if base is not None and base.ref.depth > MAX_DEPTH:
+            base = None
+        full_files = full_files_of(versions)
+        n_since = len({v.step for v in versions if full_files and v.step > full_files[-1].step})
         jobs: dict[Version, WriteJob] = {}
-        if self._is_full_due(base, versions):
+        if base is None or not full_files or self._rule.base_of(n_since + 1) is None:
             jobs[Version(job.step, None)] = job
-        if base is not None and base.ref.depth <= MAX_DEPTH:
+        if base is not None:
             jobs[Version(job.step, base.step)] = replace(
                 job, base=base.ref, bases=base.tensors, config=self._config
             )
