@@ -144,35 +144,27 @@ def _check_index(sharding: Sharding) -> None:
 
 
 def write_folder(
-    folder: Path,
-    tensors: Mapping[str, TensorSource],
-    sharding: Sharding,
-    *,
-    tree: Any = None,
-    carried: Sequence[Carried] = (),
-    chunks: Chunks = read_chunks,
-    like: Sequence[Path] = (),
+    folder: Path, source: Input, chunks: Chunks = read_chunks, like: Sequence[Path] = ()
 ) -> None:
     """Restore a folder; all files appear when all are complete, the index last.
 
     Args:
         folder: is created if it does not exist; other files in it stay.
-        tensors: by name.
-        sharding: the record of the folder.
-        tree: `Index.tree`, which contains the states of torch files.
-        carried: other files to copy.
+        source: a checkpoint with the record of a folder.
         chunks: yields the patterns of all tensors of a shard in order.
         like: files whose permissions shards and index get.
 
     Raises:
         CorruptionError: the record is invalid.
     """
+    tensors, sharding = source.tensors, source.sharding
+    assert sharding is not None
     check_sharding(sharding, tensors)
     make_folder(folder)
-    names, states = torch_names(tree, sharding), {}
-    if tree is not None:
+    names, states = torch_names(source.tree, sharding), {}
+    if source.tree is not None:
         scratch = scratch_folder(folder / "any")
-        states = unflatten({name: tensors[name] for name in names}, tree, scratch, chunks)
+        states = unflatten({name: tensors[name] for name in names}, source.tree, scratch, chunks)
     with publish_together() as files:
         for shard in sharding.shards:
             with files.file(folder / shard.file, like) as sink:
@@ -181,7 +173,7 @@ def write_folder(
                 else:
                     shard_tensors = {name: tensors[name] for name in shard.tensors}
                     write_plain(sink, plain_regions(shard_tensors), shard.metadata, chunks(shard_tensors))
-        stage_carried(files, carried, folder)
+        stage_carried(files, source.carried, folder)
         if sharding.index_file is not None and sharding.index_text is not None:
             with files.file(folder / sharding.index_file, like) as sink:
                 sink.write(sharding.index_text.encode())

@@ -97,16 +97,14 @@ class TorchTensors(Framework):
 
     def allocate(self, dtype: DType, shape: Shape) -> tuple[Any, Patterns]:
         native = torch_dtype(dtype)
-        if str(self.device).startswith("cuda") and not torch.cuda.is_available():
+        is_cuda = str(self.device).startswith("cuda")
+        if is_cuda and not torch.cuda.is_available():
             raise RuntimeError(f"device {self.device}: PyTorch finds no CUDA device; load to 'cpu'")
         self._try_device()
-        # Devices copy from pinned memory at full speed.
-        is_pinned = str(self.device).startswith("cuda")
-        tensor = (
-            torch.empty(shape, dtype=native, device="cpu", pin_memory=True)
-            if is_pinned
-            else _empty(native, shape)
-        )
+        if is_cuda:  # devices copy from pinned memory at full speed
+            tensor = torch.empty(shape, dtype=native, device="cpu", pin_memory=True)
+        else:
+            tensor = _empty(native, shape)
         return tensor, tensor.reshape(-1).view(torch.uint8).numpy().view(PATTERN_TYPES[dtype.pattern_bytes])
 
     def select(self, index: Any, dtype: DType, shape: Shape) -> Selection:
@@ -114,8 +112,7 @@ class TorchTensors(Framework):
             torch_dtype(dtype)
         native_shape = self.shape_of(dtype, shape)
         if self.is_strict:
-            window, kept = strict_select(index, native_shape)
-            picked = Selection(window, kept)
+            picked = Selection(*strict_select(index, native_shape))
         else:
             picked = _select(index, native_shape)
         self._try_device()

@@ -323,9 +323,8 @@ def _write(kind: RestoredKind, target: Path, opened: Input, chunks: Chunks) -> N
         write_dcp(target, tensors, tree, chunks, like)
     elif kind == "pt":
         torch_files.write(target, tensors, tree, chunks, like)
-    elif kind == "folder" and (sharding := opened.sharding) is not None:
-        carried = opened.carried
-        write_folder(target, tensors, sharding, tree=tree, carried=carried, chunks=chunks, like=like)
+    elif kind == "folder":
+        write_folder(target, opened, chunks, like)
     else:
         with publish(target, like) as sink:
             write_plain(sink, plain_regions(tensors), opened.metadata, chunks(tensors))

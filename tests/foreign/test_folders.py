@@ -1,6 +1,7 @@
 """Folders of shards: one checkpoint out of many files, and every file back as it was."""
 
 import contextlib
+import dataclasses
 import errno
 import os
 from collections.abc import Iterator, Mapping
@@ -52,7 +53,7 @@ def compress(source: Path, output: Path) -> None:
 
 def restore(source: Path, output: Path) -> Input:
     opened = open_input(source)
-    write_folder(output, opened.tensors, opened.sharding, tree=opened.tree, carried=opened.carried)
+    write_folder(output, opened)
     opened.close()
     return opened
 
@@ -269,7 +270,7 @@ def test_a_hostile_record_is_not_written(folder: Path, tmp_path: Path) -> None:
     opened = open_input(folder)
     bad = Sharding((Shard("../escaped", tuple(opened.tensors)),))
     with pytest.raises(CorruptionError, match="escaped"):
-        write_folder(tmp_path / "out", opened.tensors, bad)
+        write_folder(tmp_path / "out", dataclasses.replace(opened, sharding=bad))
     opened.close()
     assert not (tmp_path / "out").exists()
 
@@ -346,7 +347,7 @@ def test_a_restore_that_fails_leaves_the_whole_old_folder(
         monkeypatch.setattr("os.replace", replace)
     chunks = failing if when == "decode" else read_chunks
     with pytest.raises((CorruptionError, OSError)):
-        write_folder(output, opened.tensors, opened.sharding, carried=opened.carried, chunks=chunks)
+        write_folder(output, opened, chunks)
     opened.close()
     assert set(contents_of(output).values()) == {b"old"}
     assert not list(output.glob(".*"))
@@ -362,7 +363,7 @@ def test_the_index_is_renamed_last(folder: Path, tmp_path: Path, monkeypatch: py
 
     opened = open_input(folder)
     monkeypatch.setattr("os.replace", noted)
-    write_folder(tmp_path / "out", opened.tensors, opened.sharding, carried=opened.carried)
+    write_folder(tmp_path / "out", opened)
     opened.close()
     assert renamed[:2] == [FIRST, SECOND]
     assert renamed[-1] == INDEX
