@@ -114,9 +114,15 @@ class Follower:
         if self.step is None:
             self._identify_step(live)
         previous, applied, n_written = self.step, list[Version](), 0
-        for version, patched in self._patches(live, step):
-            applied.append(version)
-            n_written += patched.n_written
+        for n_left in reversed(range(ATTEMPTS)):
+            try:
+                for version in self._route(step):
+                    n_written += self._apply(version, live).n_written
+                    applied.append(version)
+                break
+            except FileNotFoundError:  # the publisher removed a file of the route
+                if not n_left:
+                    raise
         if self.step is None:
             raise MissingBaseError(
                 f"{self._folder.name}: nothing is published here yet; wait, or check the path"
@@ -129,19 +135,6 @@ class Follower:
             n_written=n_written,
             seconds=time.perf_counter() - start,
         )
-
-    def _patches(self, live: Live, step: int | None) -> Iterator[tuple[Version, Patched]]:
-        """Apply the files of a route to `step`; if a file was removed, choose another route."""
-        n_left = ATTEMPTS
-        while True:
-            try:
-                for version in self._route(step):
-                    yield version, self._apply(version, live)
-                return
-            except FileNotFoundError:
-                n_left -= 1
-                if not n_left:
-                    raise
 
     def _route(self, step: int | None) -> Sequence[Version]:
         versions = versions_in(self._folder.sizes())
