@@ -1,4 +1,4 @@
-"""A method is one file and one row: one that is registered from outside works in every door."""
+"""A method is one file and one row: that of the documentation, and another with axes, work in every door."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,53 +20,12 @@ from ckptz.errors import ConfigError
 from ckptz.format.dtypes import DType
 from ckptz.format.plan import Domain, ExplicitTable, Plan, QuantizationMap
 from ckptz.numpy import load_file, save_file
-from ckptz.search.spaces import SPACES, CubeSpace, MultiplierSpace
+from ckptz.search.spaces import SPACES, CubeSpace
 from ckptz.state.roles import Role
 from tests.support.cli_support import ckptz as command
+from tests.support.spec_support import ROOT, python_of
 
 torch = pytest.importorskip("torch")
-
-
-@dataclass(frozen=True, slots=True)
-class Signs(Quantizer):
-    """Code 0 below zero, 1 from zero on."""
-
-    def codes(self, begin: int, end: int, patterns: Any) -> Any:
-        return (patterns.view(np.float32) >= 0).astype(np.uint8)
-
-
-@dataclass(frozen=True, slots=True)
-class SignRecipe(Recipe):
-    gain: float
-    name: ClassVar[str] = "sign"
-
-    def settings(self) -> dict[str, Setting]:
-        return {"gain": self.gain}
-
-    def plan(self, tensor: TensorToEncode) -> TensorPlan:
-        values = tensor.source.patterns(0, tensor.source.dtype.n_patterns(tensor.source.shape)).view(
-            np.float32
-        )
-        level = np.float32(self.gain * np.abs(values).mean())
-        table = np.array([[-level, level]], np.float32).view(np.uint32)
-        quant_map = QuantizationMap(ExplicitTable(table), np.zeros(1, np.int64))
-        return TensorPlan(Plan(quant_map=quant_map, domain=Domain.LINEAR), Signs())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sign(Method):
-    """One bit a weight: its sign, at the mean magnitude of its tensor.
-
-    Attributes:
-        gain: multiple of the mean magnitude.
-    """
-
-    gain: float = 1.0
-    name: ClassVar[str] = "sign"
-
-    def recipe(self, role: Role, dtype: DType, shape: tuple[int, ...]) -> Recipe:
-        is_coded = dtype.name == "F32" and is_large_weight(role, dtype, shape)
-        return SignRecipe(self.gain) if is_coded else EXACT
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +69,24 @@ class Even(Method):
 
 
 @pytest.fixture
-def sign() -> Iterator[type[Sign]]:
-    SPACES["sign"] = MultiplierSpace("gain")
-    yield ckptz.register(Sign)
+def page(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[dict[str, Any]]:
+    """The names of docs/adding-a-method.md, whose code registers a method and uses it."""
+    code = compile(python_of(ROOT / "docs" / "adding-a-method.md"), "page", "exec", dont_inherit=True)
+    names: dict[str, Any] = {"__name__": "page"}
+    with monkeypatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("page"))
+        exec(code, names)
+    yield names
     del METHODS["sign"], SPACES["sign"]
+
+
+@pytest.fixture
+def sign(page: dict[str, Any]) -> type[Method]:
+    """One bit per weight: the sign, restored with a multiple of the mean magnitude of the tensor."""
+    method: type[Method] = page["Sign"]
+    return method
 
 
 @pytest.fixture
@@ -127,14 +100,11 @@ def is_signs(restored: Any, exact: Any, gain: float = 1.0) -> bool:
     return bool(np.array_equal(restored, np.where(exact >= 0, level, -level)))
 
 
-def test_save_file_takes_it(sign: type[Sign], state: dict[str, Any], tmp_path: Path) -> None:
-    save_file(state, tmp_path / "a.ckptz", config=sign(gain=2.0))
-    restored = load_file(tmp_path / "a.ckptz")
-    assert is_signs(restored["w"], state["w"], 2.0)
-    np.testing.assert_array_equal(restored["b"], state["b"])
+def test_the_page_restores_what_it_says(page: dict[str, Any]) -> None:
+    assert is_signs(page["restored"], page["weight"], 2.0)
 
 
-def test_compress_and_inspect_take_it(sign: type[Sign], state: dict[str, Any], tmp_path: Path) -> None:
+def test_compress_and_inspect_take_it(sign: type[Method], state: dict[str, Any], tmp_path: Path) -> None:
     safetensors.numpy.save_file(state, tmp_path / "a.safetensors")
     (report,) = ckptz.compress(tmp_path / "a.safetensors", config=sign())
     assert report.n_lossy == 1
@@ -144,7 +114,7 @@ def test_compress_and_inspect_take_it(sign: type[Sign], state: dict[str, Any], t
     assert ckptz.verify(report.output, against=tmp_path / "a.safetensors").n_lossy == 1
 
 
-def test_a_checkpointer_takes_it(sign: type[Sign], tmp_path: Path) -> None:
+def test_a_checkpointer_takes_it(sign: type[Method], tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(128, 64)
     exact = model.weight.detach().numpy().copy()
@@ -155,7 +125,7 @@ def test_a_checkpointer_takes_it(sign: type[Sign], tmp_path: Path) -> None:
     assert is_signs(model.weight.detach().numpy(), exact)
 
 
-def test_a_search_turns_its_knob(sign: type[Sign], state: dict[str, Any], tmp_path: Path) -> None:
+def test_a_search_turns_its_knob(sign: type[Method], state: dict[str, Any], tmp_path: Path) -> None:
     safetensors.numpy.save_file(state, tmp_path / "a.safetensors")
 
     def size(tensors: dict[str, Any]) -> float:
@@ -195,13 +165,13 @@ def test_a_search_goes_along_its_axes(state: dict[str, Any], tmp_path: Path) -> 
         assert trial.predicted_bytes == pytest.approx(trial.n_bytes, rel=0.1), trial.config
 
 
-def test_the_command_line_shows_its_options(sign: type[Sign]) -> None:
+def test_the_command_line_shows_its_options(sign: type[Method]) -> None:
     shown = command("compress", "--help-methods").stdout
     assert "--set gain=... (default 1.0)" in shown
     assert "multiple of the mean magnitude." in shown
 
 
-def test_the_command_line_takes_it(sign: type[Sign], state: dict[str, Any], tmp_path: Path) -> None:
+def test_the_command_line_takes_it(sign: type[Method], state: dict[str, Any], tmp_path: Path) -> None:
     from ckptz_cli.main import main
 
     safetensors.numpy.save_file(state, tmp_path / "a.safetensors")
@@ -211,16 +181,16 @@ def test_the_command_line_takes_it(sign: type[Sign], state: dict[str, Any], tmp_
 
 
 def test_what_is_not_registered_is_an_error_and_no_other_method(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="'sign' is not registered"):
-        save_file({"w": np.zeros((64, 64), np.float32)}, tmp_path / "a.ckptz", config=Sign())
-    with pytest.raises(ConfigError, match="no method 'sign'"):
-        method_named("sign")
+    with pytest.raises(ConfigError, match="'even' is not registered"):
+        save_file({"w": np.zeros((64, 64), np.float32)}, tmp_path / "a.ckptz", config=Even())
+    with pytest.raises(ConfigError, match="no method 'even'"):
+        method_named("even")
     with pytest.raises(ConfigError, match="must be a configuration"):
         checked("grid")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_name_is_taken_once(sign: type[Sign]) -> None:
+def test_a_name_is_taken_once(sign: type[Method]) -> None:
     with pytest.raises(ConfigError, match="registered already"):
-        ckptz.register(type("Sign", (Sign,), {}))
+        ckptz.register(type("Sign", (sign,), {}))
     assert ckptz.register(sign) is sign

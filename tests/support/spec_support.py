@@ -110,3 +110,8 @@ def block_with(page: Path, words: str) -> Any:
     found = [b for b in re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL) if words in b]
     assert len(found) == 1
     return compile(found[0], page.name, "exec", dont_inherit=True)
+
+
+def python_of(page: Path) -> str:
+    """The Python of a page, one block behind the other."""
+    return "\n".join(re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL))
