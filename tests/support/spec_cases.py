@@ -8,12 +8,13 @@ spec/vectors/invalid, written by spec/make_vectors.py.
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from ckptz.format.bits import xxh64
+from ckptz.format.dtypes import DTYPES
 from ckptz.format.sources import CHUNK_VALUES
 from tests.support.spec_files import (
     CONSTANT,
@@ -119,14 +120,28 @@ def context_tensors(**named: str) -> File:
 
 def base_coded(radix: int, base_codes: int, predictor: int = 0, mode: int = 0) -> Frame:
     """F32, contexts by the codes of the base."""
-    rest = tables(radix) * 4
-    made = plan(dtype="F32", predictor=predictor, mode=mode, rules=[b"\4" + varint(radix)], rest=rest)
-    return Frame(made, planes(F32), F32, "F32", base_codes=base_codes)
+    rules, rest = [b"\4" + varint(radix)], tables(radix) * 4
+    frame = exact("F32", F32, predictor=predictor, mode=mode, rules=rules, rest=rest)
+    return replace(frame, base_codes=base_codes)
 
 
 def planes(decoded: bytes, size: int = 4) -> list[tuple[int, bytes]]:
     """Bytes of patterns as stored streams."""
     return [(STORED, decoded[j::size]) for j in range(size)]
+
+
+def exact(
+    dtype: str,
+    patterns: bytes,
+    shape: tuple[int, ...] | None = None,
+    stored: bytes | None = None,
+    **made: Any,
+) -> Frame:
+    """Patterns as stored planes; `stored` is what the planes join to, where that is something else."""
+    size = DTYPES[dtype].pattern_bytes
+    shape = (len(patterns) // size,) if shape is None else shape
+    streams = planes(patterns if stored is None else stored, size)
+    return Frame(plan(dtype=dtype, shape=shape, **made), streams, patterns, dtype, shape)
 
 
 def with_codes(*codes: int) -> Frame:
@@ -248,12 +263,12 @@ def expanded(scale: float, level: float, offset: float) -> Frame:
 
 def delta(decoded: bytes = F32, **fields: Any) -> Frame:
     """F32 as an exclusive or with a base of zeros."""
-    return Frame(plan(dtype="F32", predictor=1, mode=2), planes(decoded), decoded, "F32", **fields)
+    return replace(exact("F32", decoded, predictor=1, mode=2), **fields)
 
 
 def base(patterns: bytes = bytes(16)) -> Frame:
     """F32 that a delta may be relative to."""
-    return Frame(plan(dtype="F32"), planes(patterns), patterns, "F32")
+    return exact("F32", patterns)
 
 
 def reheaded(header: bytes, frame: Frame | None = None) -> Raw:

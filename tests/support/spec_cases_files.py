@@ -14,6 +14,7 @@ from tests.support.spec_cases import (
     coded,
     delta,
     empty,
+    exact,
     in_contexts,
     low_rank,
     magnitude_rule,
@@ -26,7 +27,6 @@ from tests.support.spec_cases import (
 from tests.support.spec_files import (
     ABSENT,
     HUFFMAN,
-    STORED,
     File,
     Folder,
     Frame,
@@ -76,8 +76,7 @@ def swapped() -> File:
 
 def full(shape: tuple[int, ...] = (4,)) -> Frame:
     """Zeros, as an anchor holds them."""
-    made = plan(dtype="F32", shape=shape)
-    return Frame(made, [(STORED, bytes(4))] * 4, bytes(16), "F32", shape)
+    return exact("F32", bytes(16), shape)
 
 
 def inlined(*bases: dict[str, Frame], own: Frame | None = None, **fields: Any) -> File:
