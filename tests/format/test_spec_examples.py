@@ -27,6 +27,7 @@ from ckptz.format.streams import CoderId, Embedded, decode_stream
 from ckptz.format.values import FLOAT_KINDS, ValueTable
 from ckptz.kernels import cpu
 from tests.support import reference
+from tests.support.second_decoder import frames
 from tests.support.spec_files import embedded
 from tests.support.spec_support import SPEC, hex_bytes, numbers, table
 from tests.support.spec_valid import by_huffman
@@ -77,48 +78,15 @@ def test_exp_golomb_examples() -> None:
         assert reference.golomb_pack(values, int(row["order"])).tobytes() == hex_bytes(row["bytes"])
 
 
-def test_xxh64_examples_and_the_text_itself() -> None:
+def test_xxh64_examples_and_constants() -> None:
+    """The decoder that was written from the page computes by its steps."""
+    constants = [int(row["value"], 16) for row in table("01-integers.md", "xxh64", "constant")]
+    assert constants == [frames.P1, frames.P2, frames.P3, frames.P4, frames.P5]
     for row in table("01-integers.md", "xxh64", "input"):
         data = hex_bytes(row["input"])
-        assert xxh64(data) == _xxh64_of_the_page(data) == int(row["checksum"], 16)
+        assert xxh64(data) == frames.xxh64(data) == int(row["checksum"], 16)
     for n in (31, 32, 33, 63, 100):
-        assert xxh64(bytes(range(n))) == _xxh64_of_the_page(bytes(range(n)))
-
-
-MASK = (1 << 64) - 1
-
-
-def _rotl(x: int, n: int) -> int:
-    return (x << n | x >> 64 - n) & MASK
-
-
-def _xxh64_of_the_page(data: bytes) -> int:
-    """Steps 1 to 4 of the page, with its constants."""
-    p1, p2, p3, p4, p5 = (int(r["value"], 16) for r in table("01-integers.md", "xxh64", "constant"))
-
-    def rounded(a: int, raw: bytes) -> int:
-        return _rotl((a + int.from_bytes(raw, "little") * p2) & MASK, 31) * p1 & MASK
-
-    rest, h = data, p5
-    if len(data) >= 32:
-        v = [(p1 + p2) & MASK, p2, 0, -p1 & MASK]
-        while len(rest) >= 32:
-            v = [rounded(v[i], rest[8 * i : 8 * i + 8]) for i in range(4)]
-            rest = rest[32:]
-        h = sum(_rotl(v[i], n) for i, n in enumerate((1, 7, 12, 18)))
-        for x in v:
-            h = ((h ^ rounded(0, x.to_bytes(8, "little"))) * p1 + p4) & MASK
-    h = (h + len(data)) & MASK
-    for begin in range(0, len(rest) // 8 * 8, 8):
-        h = (_rotl(h ^ rounded(0, rest[begin : begin + 8]), 27) * p1 + p4) & MASK
-    rest = rest[len(rest) // 8 * 8 :]
-    if len(rest) >= 4:
-        h = (_rotl(h ^ int.from_bytes(rest[:4], "little") * p1 & MASK, 23) * p2 + p3) & MASK
-    for byte in rest[len(rest) // 4 * 4 :]:
-        h = _rotl(h ^ byte * p5 & MASK, 11) * p1 & MASK
-    h = (h ^ h >> 33) * p2 & MASK
-    h = (h ^ h >> 29) * p3 & MASK
-    return h ^ h >> 32
+        assert xxh64(bytes(range(n))) == frames.xxh64(bytes(range(n)))
 
 
 # --- 02 entropy ---------------------------------------------------------------------------------

@@ -1,10 +1,8 @@
 """`save_state` and `load_state`: what `torch.save` is given comes back, without pickle."""
 
-import struct
 from argparse import Namespace
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,30 +15,7 @@ from ckptz import Grid  # noqa: E402  # torch is optional
 from ckptz.state.torch import on_device  # noqa: E402
 from ckptz.torch import load_state, save_file, save_state  # noqa: E402
 from tests.support.script_states import STATES, nanogpt  # noqa: E402
-
-
-def facts(value: Any) -> Any:
-    """What two equal values have in common, all parts of them included; NaN equals itself."""
-    if isinstance(value, torch.Tensor):
-        raw = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        return value.dtype, value.shape, value.stride(), value.requires_grad, raw
-    if isinstance(value, np.ndarray):
-        return value.dtype, value.shape, value.tobytes()
-    if isinstance(value, float):
-        return struct.pack("<d", value)
-    if isinstance(value, Namespace):
-        return items(vars(value))
-    if isinstance(value, dict):
-        return items(value), getattr(value, "__dict__", None), getattr(value, "default_factory", None)
-    return [(type(item), facts(item)) for item in value] if isinstance(value, list | tuple) else value
-
-
-def items(mapping: dict[Any, Any]) -> list[Any]:
-    return [(key, type(value), facts(value)) for key, value in mapping.items()]
-
-
-def assert_equal(found: Any, wanted: Any) -> None:
-    assert (type(found), facts(found)) == (type(wanted), facts(wanted))
+from tests.support.tree_support import assert_same_state  # noqa: E402
 
 
 @pytest.mark.parametrize("name", STATES)
@@ -48,8 +23,8 @@ def test_the_states_of_public_scripts_come_back(name: str, tmp_path: Path) -> No
     state = STATES[name]()
     save_state(state, tmp_path / "state.ckptz", jobs=1)
     found = load_state(tmp_path / "state.ckptz", jobs=1)
-    assert_equal(found, state)
-    assert_equal(state, STATES[name]())  # what was saved is as it was
+    assert_same_state(found, state)
+    assert_same_state(state, STATES[name]())  # what was saved is as it was
 
 
 def test_what_is_one_stays_one_and_views_share_their_memory(tmp_path: Path) -> None:
@@ -61,7 +36,7 @@ def test_what_is_one_stays_one_and_views_share_their_memory(tmp_path: Path) -> N
         load_state(tmp_path / "state.ckptz"),
         on_device(load_state(tmp_path / "state.ckptz"), "cpu"),
     ):
-        assert_equal(found, state)
+        assert_same_state(found, state)
         assert found["tied"][0] is found["tied"][1]
         found["all"][3] = -1
         assert found["part"][1, 0] == -1, "they share their memory"
@@ -87,7 +62,7 @@ def test_later_states_are_deltas_and_methods_lose_what_they_may(tmp_path: Path) 
     save_state(state, tmp_path / "1.ckptz")
     state["model"]["wide"] += 1e-6
     save_state(state, tmp_path / "2.ckptz", base=tmp_path / "1.ckptz")
-    assert_equal(load_state(tmp_path / "2.ckptz"), state)
+    assert_same_state(load_state(tmp_path / "2.ckptz"), state)
     sizes = [(tmp_path / f"{i}.ckptz").stat().st_size for i in (1, 2)]
     assert sizes[1] < sizes[0] / 2
     save_state(state, tmp_path / "lossy.ckptz", config=Grid())
@@ -96,19 +71,19 @@ def test_later_states_are_deltas_and_methods_lose_what_they_may(tmp_path: Path) 
     assert not torch.equal(found["model"]["wide"], state["model"]["wide"])
     found["model"]["wide"] = state["model"]["wide"]
     assert found["config"] == state["config"]
-    assert_equal(found["optimizer"]["param_groups"], state["optimizer"]["param_groups"])
+    assert_same_state(found["optimizer"]["param_groups"], state["optimizer"]["param_groups"])
 
 
 def test_the_file_of_a_torch_file_is_read_as_its_state(tmp_path: Path) -> None:
     state = {"model": {"a": torch.ones(3)}, "step": 3}
     torch.save(state, tmp_path / "state.pt")
     ckptz.compress(tmp_path / "state.pt")
-    assert_equal(load_state(tmp_path / "state.ckptz"), state)
+    assert_same_state(load_state(tmp_path / "state.ckptz"), state)
     save_state(state, tmp_path / "own.ckptz")
     assert ckptz.restore(tmp_path / "own.ckptz").kind == "pt", "and the other way round"
-    assert_equal(torch.load(tmp_path / "own.pt", weights_only=True), state)
+    assert_same_state(torch.load(tmp_path / "own.pt", weights_only=True), state)
     save_file({"a": torch.ones(3)}, tmp_path / "flat.ckptz")
-    assert_equal(load_state(tmp_path / "flat.ckptz"), {"a": torch.ones(3)})
+    assert_same_state(load_state(tmp_path / "flat.ckptz"), {"a": torch.ones(3)})
 
 
 def test_a_defaultdict_keeps_no_code(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import math
 import pickle
 import re
 import struct
+from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -234,12 +235,17 @@ def form(value: Any, found: list[Any]) -> Any:
     if isinstance(value, torch.Tensor):
         found.append(value)
         return kind, value.dtype, value.shape, bits_of(value), value.requires_grad
-    if kind in (dict, OrderedDict):
+    if isinstance(value, np.ndarray):
+        return kind, value.dtype, value.shape, value.tobytes()
+    if isinstance(value, Namespace):
+        return kind, form(vars(value), found)
+    if isinstance(value, dict):
         items = [(form(key, found), form(item, found)) for key, item in value.items()]
-        return kind, items, form(getattr(value, "__dict__", {}), found) if kind is OrderedDict else None
+        more = getattr(value, "default_factory", None), form(getattr(value, "__dict__", None), found)
+        return kind, items, more
     if kind in (list, tuple):
         return kind, [form(item, found) for item in value]
-    return kind, struct.pack("<d", value) if kind is float else value
+    return kind, struct.pack("<d", value) if isinstance(value, float) else value
 
 
 def place_of(tensor: Any) -> tuple[Any, ...]:
