@@ -50,6 +50,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 IS_TORCH = "model.pt: is a torch file, not a .ckptz file"
+WRITTEN = "compress a.safetensors -o o.ckptz"
 ROLES = "compress a.safetensors --force --set input.tensor_roles="
 # The command line, its exit code, and words of its error.
 REFUSED: list[tuple[str, int, str]] = [
@@ -123,6 +124,24 @@ REFUSED: list[tuple[str, int, str]] = [
     ("compress b.safetensors -o d.ckptz --base a.ckptz --base a.safetensors", USAGE, "only one value"),
     *((f"{ROLES}{name}.toml", USAGE, f"{name}.toml") for name in ("bytes", "cut", "other")),
     (f"{ROLES}king.toml --method kmeans", USAGE, "'king' is not one of"),
+    *((f"{WRITTEN} {options}", USAGE, words) for options, words in (
+        ("--set levels=16", "--set levels needs --method"),
+        ("--set step=1", "--set step needs --method"),
+        ("--set guide.calibration=x", "lossless compression reads no calibration"),
+        ("--set guide.moments_from=x", "lossless compression reads no moments-from"),
+        ("--method wavelet", "is not one of"),
+        ("--method lossless --set prune=0.1", "method lossless has no such setting; it has sparse"),
+        ("--method kmeans --set levels=1", "levels must be 2..255"),
+        ("--method kmeans --set levels=256", "levels must be 2..255"),
+        ("--method kmeans --set prune=0.7 --set protect=0.3", "leave nothing to quantize"),
+        ("--method kmeans --set protect=-0.1", "protect must be a share"),
+        ("--method kmeans --set dead_zone=0.1", "method kmeans has no such setting"),
+        ("--method kmeans --set guide.calibration=x", "a calibration guides grid only"),
+        ("--method grid --set levels=4", "method grid has no such setting; it has step"),
+        ("--method grid --set step=0", "step must be above 0"),
+        ("--method grid --set step=nan", "step must be above 0"),
+        ("--method grid --set dead_zone=5", "dead_zone must be from 0 to 4"),
+    )),
     (f"{EVALUATED} --method grid --set step=2", USAGE, "the search chooses this value"),
     (f"{EVALUATED} --set protect_as=exact", USAGE, "method grid has no such setting"),
     (f"{EVALUATED} --method kmeans --set dead_zone=0.1", USAGE, "method kmeans has no such setting"),

@@ -9,7 +9,7 @@ import torch
 from safetensors.numpy import load_file as load_plain
 from safetensors.numpy import save_file as save_plain
 
-from ckptz import safe_open
+from ckptz import KMeans, safe_open
 from ckptz.codec.column_rounding import ColumnGrid
 from ckptz.codec.grid import Grid
 from ckptz.codec.grid_steps import (
@@ -20,6 +20,7 @@ from ckptz.codec.grid_steps import (
     largest_magnitude,
     row_steps,
 )
+from ckptz.codec.method import Method
 from ckptz.errors import FormatError
 from ckptz.kernels.floats import ESCAPE
 from ckptz.numpy import load_file, save_file
@@ -226,12 +227,13 @@ def test_the_optimizer_may_be_a_torch_file_with_numbered_parameters(tmp_path: Pa
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_each_float_type_keeps_its_type(tmp_path: Path, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("config", [WEIGHTS_ONLY, KMeans(levels=16, protect=0.0)], ids=["grid", "kmeans"])
+def test_each_float_type_keeps_its_type(tmp_path: Path, config: Method, dtype: torch.dtype) -> None:
     first, second = (
         {n: torch.from_numpy(t).to(dtype) for n, t in weights_of(state(s)).items()} for s in (0, 1)
     )
-    save_torch(first, tmp_path / "a.ckptz", config=WEIGHTS_ONLY)
-    save_torch(second, tmp_path / "b.ckptz", config=WEIGHTS_ONLY, base=tmp_path / "a.ckptz")
+    save_torch(first, tmp_path / "a.ckptz", config=config)
+    save_torch(second, tmp_path / "b.ckptz", config=config, base=tmp_path / "a.ckptz")
     for path, tensors in (("a.ckptz", first), ("b.ckptz", second)):
         restored = load_torch(tmp_path / path)[WEIGHT]
         assert restored.dtype == dtype
@@ -321,13 +323,18 @@ def test_short_rows_and_odd_shapes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "says"),
-    [(np.nan, "NaN or infinity"), (np.inf, "NaN or infinity"), (3e38, "near the limit of F32")],
+    ("method", "value", "says"),
+    [
+        *((name, value, "NaN or infinity") for name in ("grid", "kmeans") for value in (np.nan, np.inf)),
+        ("grid", 3e38, "near the limit of F32"),
+    ],
 )
-def test_weights_without_a_grid_stay_lossless_and_are_named(tmp_path: Path, value: float, says: str) -> None:
+def test_weights_that_no_levels_fit_stay_lossless_and_are_named(
+    tmp_path: Path, method: str, value: float, says: str
+) -> None:
     tensor = state()[WEIGHT]
     tensor[1, 1] = value
-    run = ckptz("compress", written(tmp_path, **{WEIGHT: tensor}), "--method", "grid")
+    run = ckptz("compress", written(tmp_path, **{WEIGHT: tensor}), "--method", method)
     assert f"'{WEIGHT}'" in run.stderr
     assert says in run.stderr
     np.testing.assert_array_equal(load_file(tmp_path / "step-0.ckptz")[WEIGHT], tensor)

@@ -1,6 +1,5 @@
 """K-means files end to end: the command line, the Python API, deltas, and what is refused."""
 
-import os
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,6 @@ from safetensors.numpy import save_file as save_plain
 
 from ckptz import KMeans
 from ckptz.numpy import load_file, save_file
-from ckptz.torch import load_file as load_torch
-from ckptz.torch import save_file as save_torch
 from tests.support.cli_support import ckptz, relative_error, sets, tensors_in
 
 Array = np.ndarray[Any, Any]
@@ -88,16 +85,6 @@ def test_protected_values_may_be_bf16(tmp_path: Path) -> None:
     assert sizes["bf16"] < sizes["exact"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_each_float_type_keeps_its_type(tmp_path: Path, dtype: torch.dtype) -> None:
-    tensor = torch.from_numpy(weights()["model.up.weight"]).to(dtype)
-    save_torch({"up.weight": tensor}, tmp_path / "a.ckptz", config=KMeans(levels=16, protect=0.0))
-    restored = load_torch(tmp_path / "a.ckptz")["up.weight"]
-    assert restored.dtype == dtype
-    assert len(restored.unique()) <= 16
-    assert relative_error(restored.float().numpy(), tensor.float().numpy()) < 0.3
-
-
 def test_deltas_are_grouped_by_the_base_and_smaller(tmp_path: Path) -> None:
     paths = [written(tmp_path, step) for step in range(4)]
     ckptz("compress", *paths, "--chain", "-o", tmp_path / "run", "--method", "kmeans", *sets(levels=8))
@@ -128,27 +115,6 @@ def test_verify_holds_lossy_tensors_to_their_recorded_errors(tmp_path: Path, mov
     assert "from the original; the file records" in run.error
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_tensor_that_is_not_finite_stays_lossless_and_is_named(tmp_path: Path, value: float) -> None:
-    tensor = weights()["model.up.weight"]
-    tensor[1, 1] = value
-    source = written(tmp_path, **{"model.up.weight": tensor})
-    run = ckptz("compress", source, "--method", "kmeans")
-    assert "'model.up.weight'" in run.stderr
-    assert "NaN or infinity" in run.stderr
-    np.testing.assert_array_equal(load_file(tmp_path / "step-0.ckptz")["model.up.weight"], tensor)
-
-
-def test_one_value_and_few_values_are_kept(tmp_path: Path) -> None:
-    few = np.resize(np.array([-0.5, 0.25, 1.0], np.float32), (64, 64))
-    state = {"one": np.full((64, 64), 0.375, np.float32), "few": few}
-    save_file(state, tmp_path / "a.ckptz", config=KMeans(levels=16))
-    restored = load_file(tmp_path / "a.ckptz")
-    for name, tensor in state.items():
-        np.testing.assert_allclose(restored[name], tensor, rtol=2.0**-8)
-    assert os.path.getsize(tmp_path / "a.ckptz") < 4000
-
-
 def test_a_base_with_other_tensors_is_used_where_it_fits(tmp_path: Path) -> None:
     first = written(tmp_path, 0)
     changed = weights(1)
@@ -168,37 +134,6 @@ def test_a_base_without_codes_still_serves_lossless_tensors(tmp_path: Path) -> N
     run = ckptz("compress", second, "--base", first, "--method", "kmeans", "--json")
     assert run.json["files"][0]["n_lossy"] == 2
     ckptz("verify", tmp_path / "step-1.ckptz", "--against", second)
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (sets(levels=16), "--set levels needs --method"),
-        (["--method", "lossless", *sets(prune=0.1)], "method lossless has no such setting; it has sparse"),
-        (["--method", "kmeans", *sets(levels=1)], "levels must be 2..255"),
-        (["--method", "kmeans", *sets(levels=256)], "levels must be 2..255"),
-        (["--method", "kmeans", *sets(prune=0.7, protect=0.3)], "leave nothing to quantize"),
-        (["--method", "kmeans", *sets(protect=-0.1)], "protect must be a share"),
-        (["--method", "wavelet"], "is not one of"),
-        (sets(step=1), "--set step needs --method"),
-        (["--method", "kmeans", *sets(dead_zone=0.1)], "method kmeans has no such setting"),
-        (["--method", "grid", *sets(levels=4)], "method grid has no such setting; it has step"),
-        (["--method", "grid", *sets(step=0)], "step must be above 0"),
-        (["--method", "grid", *sets(step="nan")], "step must be above 0"),
-        (["--method", "grid", *sets(dead_zone=5)], "dead_zone must be from 0 to 4"),
-        (sets(**{"guide.calibration": "x"}), "lossless compression reads no calibration"),
-        (sets(**{"guide.moments_from": "x"}), "lossless compression reads no moments-from"),
-        (["--method", "kmeans", *sets(**{"guide.calibration": "x"})], "a calibration guides grid only"),
-    ],
-    ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
-)
-def test_impossible_options_are_refused_before_anything_is_written(
-    tmp_path: Path, options: list[object], says: str
-) -> None:
-    run = ckptz("compress", written(tmp_path), *options, fails=True)
-    assert run.exit_code == 2
-    assert says in run.stderr
-    assert not list(tmp_path.glob("*.ckptz*"))
 
 
 def test_roles_may_be_given(tmp_path: Path) -> None:

@@ -293,20 +293,6 @@ def test_other_programs_carry_such_tensors_on(tmp_path: Path) -> None:
     assert torch.equal(first, expected["optimizer.weight.exp_avg"])
 
 
-def test_first_moments_that_are_not_finite_stay_as_they_are(tmp_path: Path) -> None:
-    run = Run()
-    run.train(5)
-    run.optimizer.state[run.model.weight]["exp_avg"][3, 4] = float("nan")
-    with Checkpointer(
-        tmp_path, run.model, run.optimizer, config=Grid(), keep=LOSSY, background=False
-    ) as saver:
-        saver.save(5)
-        report = saver.wait()
-    assert [note for note in report.notes if "NaN" in note]
-    restored = load_file(tmp_path / "step-00000005.state.ckptz")["optimizer.weight.exp_avg"]
-    np.testing.assert_array_equal(restored.numpy(), run.moment())
-
-
 def test_larger_steps_keep_fewer_directions(tmp_path: Path) -> None:
     ranks = []
     for step in (0.1, 1.0, 16.0):

@@ -157,15 +157,6 @@ def test_one_distinct_value_takes_one_code() -> None:
     assert everything_pruned.table.expand()[0][0] == 0
 
 
-def test_protected_values_may_be_rounded_to_bf16() -> None:
-    values = gaussian(20_000)
-    wanted = Partitions(8, protect=0.01, protect_as_bf16=True)
-    quantizer = fit_partitions(f32_histogram(values), wanted)[1]
-    kept = quantizer.kept(0, values.view(np.uint32))
-    assert (kept & np.uint32(0xFFFF) == 0).all()
-    np.testing.assert_allclose(kept.view(np.float32), values, rtol=2.0**-8)
-
-
 def test_only_large_float_weights_become_lossy() -> None:
     config = KMeans(levels=16, embedding_levels=32, prune=0.1, protect=0.0, layer_prune=(("head", 0.0),))
     f32, i64 = dtype_of("F32"), dtype_of("I64")

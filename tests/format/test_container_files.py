@@ -18,9 +18,8 @@ from ckptz.errors import ChecksumError, ConfigError, CorruptionError, TruncatedE
 from ckptz.format.byte_source import MemoryBytes
 from ckptz.format.caches import Decoded
 from ckptz.format.dtypes import DType, dtype_of
-from ckptz.format.envelope import PlainFile, plain_regions, write_plain
 from ckptz.format.frame import FrameHeader
-from ckptz.format.index import BaseRef, QualityRecord, content_id_of
+from ckptz.format.index import BaseRef, QualityRecord
 from ckptz.format.reader import Container, FrameSource, _DecodedChunk, frames_of
 from ckptz.format.sources import CHUNK_VALUES, ArraySource, TensorSource
 from ckptz.format.written import Written, amend_metadata, amend_quality
@@ -107,12 +106,6 @@ def test_a_header_that_was_read_is_written_with_the_same_meaning(vector: Any) ->
 
 
 # --- what is not written ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["__ckptz__.index", "__ckptz__", "__metadata__"])
-def test_names_that_a_reader_would_take_for_its_own_are_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="is reserved by ckptz; rename the tensor"):
-        write({name: of(weights(4))})
 
 
 @pytest.mark.parametrize(
@@ -327,17 +320,6 @@ def test_more_moments_than_plans_are_held_come_back(jobs: int) -> None:
     assert grouped == [name for name in tensors if name.endswith("exp_avg")]
 
 
-def test_the_bytes_of_a_state_do_not_depend_on_the_threads() -> None:
-    tensors = moments_of(4, 3000)
-    files = {write(tensors, jobs=jobs, config=Grid())[0] for jobs in (1, 2, 3)}
-    assert len(files) == 1
-
-
-def test_moments_longer_than_a_chunk_come_back() -> None:
-    container = check_moments(moments_of(1, CHUNK_VALUES + 5000), 2)
-    assert [len(source.header.chunks) for source in container.tensors.values()] == [2, 2]
-
-
 # --- records ------------------------------------------------------------------------------------
 
 
@@ -390,40 +372,17 @@ def test_a_file_that_is_none_is_not_amended(tmp_path: Path) -> None:
 # --- bases within -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_plain", [False, True], ids=["frames", "plain"])
-def test_a_file_with_its_base_within_stands_alone(is_plain: bool) -> None:
-    old, new = {"w": of(weights(400))}, {"w": of(weights(400) * np.float32(1.001))}
-    sink = io.BytesIO()
-    write_plain(sink, plain_regions(old), None, iter([old["w"].flat]))
-    full = PlainFile(MemoryBytes(sink.getvalue())) if is_plain else opened(write(old)[0])
-    assert full.stored_bytes in (len(sink.getvalue()), len(write(old)[0]))
-    assert content_id_of(full.tensors) == content_id_of(old)
-    data, written = write(new, full.tensors)
-    assert written.n_deltas == 1
-    alone, steps = io.BytesIO(), []
-    needed = [NeededBase(content_id="0" * 64, file="base", tensors=full.tensors)]
-    for progress in (None, steps.append):
-        alone.seek(0)
-        with Workers(1) as workers:
-            n_bytes = write_inline(alone, opened(data, full.tensors), needed, workers, progress)
-        assert n_bytes == len(alone.getvalue())
-    assert sum(steps) > 0
-    found = opened(alone.getvalue())
-    assert found.features == {"inline", "lossless"}
-    assert found.stored_bytes == n_bytes
-    assert same(found, new)
-    found.close()
-
-
 def test_codes_of_a_base_go_within_as_they_are() -> None:
     full = opened(write({"w": of(OLD)}, config=LOSSY)[0])
     data, _ = write({"w": of(NEW)}, full.tensors)
     container = opened(data, full.tensors)
     needed = [NeededBase(content_id="0" * 64, file="base", tensors=full.tensors)]
-    sink = io.BytesIO()
+    sink, steps = io.BytesIO(), list[int]()
     with Workers(1) as workers:
-        write_inline(sink, container, needed, workers)
+        n_bytes = write_inline(sink, container, needed, workers, steps.append)
     found = opened(sink.getvalue())
+    assert n_bytes == found.stored_bytes
+    assert sum(steps) > 0
     assert "maps" not in container.features
     assert found.features == {"inline", "lossless", "maps"}
     assert same(found, {"w": of(NEW)})
@@ -445,14 +404,6 @@ def test_a_base_of_outer_products_goes_within_as_it_is() -> None:
     found = opened(sink.getvalue())
     assert found.features == {"inline", "lossless", "low-rank", "maps"}
     assert same(found, new)
-
-
-def test_a_file_that_needs_no_base_is_copied_without_one() -> None:
-    data, _ = write({"w": of(weights(400))})
-    sink = io.BytesIO()
-    with Workers(1) as workers:
-        write_inline(sink, opened(data), [], workers)
-    assert sink.getvalue() == data
 
 
 def test_codes_of_a_base_come_without_the_patterns_that_nobody_asked_for() -> None:
