@@ -5,12 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import tempfile
 import threading
 import zlib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import pytest
@@ -319,37 +317,6 @@ def test_bytes_behind_a_url_are_read_by_ranges() -> None:
         UrlBytes(path_of("memory://parser/none"))
 
 
-def test_what_has_no_ranges_is_brought_here(tmp_path: Path) -> None:
-    path = tmp_path / "bytes"
-    path.write_bytes(b"0123456789")
-    pipe = OneWay(path)
-    source = UrlBytes(pipe)  # what it asks of a path
-    assert source.read(3, 4).tobytes() == b"3456"
-    source.close()
-    pipe.fault = RuntimeError("the line is dead")
-    with pytest.raises(OSError, match="the line is dead"):
-        UrlBytes(pipe)
-
-
-def test_a_url_that_breaks_leaves_no_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    pipe = OneWay(tmp_path / "bytes", breaks=True)
-    (tmp_path / "bytes").write_bytes(b"0")
-    with pytest.raises(OSError, match="the line is dead"):
-        UrlBytes(pipe)
-    assert [path.name for path in tmp_path.iterdir()] == ["bytes"]
-
-
-def test_a_url_that_does_not_end_leaves_no_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    path = tmp_path / "bytes"
-    path.write_bytes(bytes(100))
-    monkeypatch.setattr(byte_source, "MAX_UNKNOWN", 99)
-    with pytest.raises(OSError, match="sends no length and too many bytes"):
-        UrlBytes(OneWay(path))
-    assert [*tmp_path.iterdir()] == [path]
-
-
 @pytest.mark.parametrize(
     ("missing", "remedy"), [("upath", r"'ckptz\[remote\]' s3fs"), ("botocore", "botocore")]
 )
@@ -406,26 +373,6 @@ def test_errors_of_url_libraries_name_the_url_and_others_stay() -> None:
     ):
         with pytest.raises(kind, match=r"s3://a/b|no access|said"):
             read(name, error)
-
-
-class OneWay:
-    """A path whose file cannot seek."""
-
-    suffix = ""
-
-    def __init__(self, path: Path, *, breaks: bool = False) -> None:
-        self.path, self.breaks = path, breaks
-        self.fault: Exception | None = None
-
-    def open(self, mode: str) -> BinaryIO:
-        if self.fault is not None:
-            raise self.fault
-        read, write = os.pipe()
-        os.write(write, self.path.read_bytes())
-        os.close(write)
-        if self.breaks:
-            self.fault = OSError(5, "the line is dead")
-        return os.fdopen(read, mode)
 
 
 def test_paths_of_urls() -> None:

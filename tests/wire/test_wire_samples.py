@@ -16,6 +16,10 @@ from ckptz.wire.header import Direction
 from ckptz.wire.state import MessageKey, SampleBuffers
 
 
+def full(*_: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 @pytest.mark.parametrize("is_supported", [True, False])
 def test_sample_buffers_have_their_blocks_when_they_are_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_supported: bool
@@ -35,9 +39,6 @@ def test_sample_buffers_have_their_blocks_when_they_are_made(
 
 
 def test_a_full_disk_is_an_error_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(WriteError, match="cannot allocate 160 bytes"):
         SampleBuffers(4, tmp_path / "rows", 10)
@@ -59,9 +60,6 @@ def test_a_disk_that_is_full_at_a_restore_refuses_messages_until_one_succeeds(
     first = Link(0, 1, POLICY)
     sent(first, 0)
     state, expected = first.state_dict(), sent(first, 1)
-
-    def full(*_: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     link = Link(0, 1, POLICY, samples=(tmp_path / "rows", 4))
     sent(link, 0)
