@@ -494,16 +494,6 @@ def test_the_chunks_of_a_held_base_are_read_once() -> None:
         assert (held.n_codes, source.n_read) == (3, 2)
 
 
-def test_held_chunks_are_bounded_and_read_anew_when_they_are_gone() -> None:
-    source = Counting(3 * CHUNK_VALUES)
-    chunks = CachedChunks(most=12 * CHUNK_VALUES)  # two of them
-    held = CachedTensor(source, "base", chunks)
-    for n_read, begin in enumerate((0, CHUNK_VALUES, 2 * CHUNK_VALUES, 0), 1):
-        assert held.patterns(begin, begin + 1).tolist() == [begin]
-        assert chunks.weight <= 12 * CHUNK_VALUES
-        assert source.n_read == n_read
-
-
 # --- logarithmic levels ------------------------------------------------------------------------------------
 
 

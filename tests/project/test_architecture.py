@@ -6,7 +6,7 @@ import graphlib
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -149,13 +149,18 @@ def test_imports_go_strictly_down(module: str) -> None:
         check_down(module, name)
 
 
+def users_of(is_use: Callable[[ast.AST], bool]) -> set[str]:
+    """Names of the modules that have such a node."""
+    return {module for module, tree in trees().items() if any(map(is_use, ast.walk(tree)))}
+
+
+def is_named(*names: str) -> Callable[[ast.AST], bool]:
+    """Whether a node is one of these, or an attribute that is written so."""
+    return lambda node: isinstance(node, ast.Attribute | ast.Name) and ast.unparse(node) in names
+
+
 def test_one_module_imports_by_name() -> None:
-    users = {
-        module
-        for module, tree in trees().items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute | ast.Name) and ast.unparse(node).endswith("import_module")
-    }
+    users = users_of(is_named("import_module", "importlib.import_module"))
     assert users == {"ckptz.lazy", "ckptz.search.measures"}, "the latter loads the user's own module"
 
 
@@ -252,13 +257,7 @@ def test_only_methods_ask_which_method_it_is() -> None:
 
 
 def test_one_function_publishes_files() -> None:
-    renames = ("os.replace", "os.rename", "shutil.move")
-    users = {
-        module
-        for module, tree in trees().items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and ast.unparse(node) in renames
-    }
+    users = users_of(is_named("os.replace", "os.rename", "shutil.move"))
     assert users == {"ckptz.format.publish"}
 
 
@@ -295,17 +294,11 @@ def deletes(call: ast.AST) -> bool:
 
 
 def test_every_module_that_deletes_is_known() -> None:
-    found = {module for module, tree in trees().items() if any(map(deletes, ast.walk(tree)))}
-    assert found == set(DELETES)
+    assert users_of(deletes) == set(DELETES)
 
 
 def test_one_function_makes_folders() -> None:
-    users = {
-        module
-        for module, tree in trees().items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and node.attr in ("mkdir", "makedirs")
-    }
+    users = users_of(lambda node: isinstance(node, ast.Attribute) and node.attr in ("mkdir", "makedirs"))
     # A folder that nobody synced in its parent may go in a power cut; remote ones have no such thing.
     # What a power cut takes of compiled kernels is compiled again.
     assert users == {"ckptz.format.publish", "ckptz.format.uploads", "ckptz.kernels.cache"}
@@ -330,11 +323,5 @@ def test_the_changelog_opens_with_this_version_and_its_format() -> None:
 
 def test_the_blas_of_numpy_is_called_where_forks_wait_for_it() -> None:
     """OpenBLAS ends its threads at a fork: a call under way on a thread would never return."""
-    calls = [
-        f"{module}:{node.lineno}"
-        for module, tree in trees().items()
-        for node in ast.walk(tree)
-        if (isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult))
-        or (isinstance(node, ast.Attribute) and ast.unparse(node) in BLAS_NAMES)
-    ]
-    assert {call.split(":")[0] for call in calls} == {"ckptz.kernels.blas"}, calls
+    products = users_of(lambda node: isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult))
+    assert products | users_of(is_named(*BLAS_NAMES)) == {"ckptz.kernels.blas"}

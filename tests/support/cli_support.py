@@ -18,15 +18,10 @@ import numpy as np
 from click.testing import CliRunner
 
 from ckptz.foreign.inputs import Input, open_input
-from ckptz.format.bits import combine, xxh64
-from ckptz.format.dtypes import DTYPES
-from ckptz.format.frame import ChunkRecord, FrameHeader, StreamRecord
-from ckptz.format.index import Index, TensorEntry, content_id, envelope_metadata, pack_index
-from ckptz.format.plan import exact_plan
 from ckptz.format.sources import CHUNK_VALUES
-from ckptz.format.streams import CoderId
 from ckptz.kernels.cache import NOTICE
 from ckptz_cli.main import main
+from tests.support.spec_files import CONSTANT, File, Frame, plan
 
 Row = tuple[str, tuple[int, ...], bytes]  # dtype, shape, bytes
 Rows = Mapping[str, Row]
@@ -265,18 +260,10 @@ def spread(n: int, most: int) -> Iterable[int]:
 
 def bomb(path: Path, n_chunks: int) -> Path:
     """A valid file of one tensor of zeros: a MiB from every 22 bytes."""
-    zeros = xxh64(bytes(CHUNK_VALUES))
-    record = ChunkRecord(xxh64(b"\0"), zeros, (StreamRecord(CoderId.CONSTANT, 1),))
     shape = (n_chunks, CHUNK_VALUES)
-    header = FrameHeader(DTYPES["U8"], shape, exact_plan(DTYPES["U8"]), (record,) * n_chunks)
-    frame = header.pack() + bytes(n_chunks)
-    checksum = combine([zeros] * n_chunks)
-    entry = TensorEntry("zeros", "U8", shape, 0, len(frame), f"{checksum:016x}")
-    identity = content_id([("zeros", "U8", shape, checksum)])
-    packed = pack_index(Index("a forger", identity, (entry,)))
-    blob = {"dtype": "U8", "shape": [len(frame)], "data_offsets": [0, len(frame)]}
-    header_rows = {"__metadata__": envelope_metadata(["lossless"], packed), "zeros": blob}
-    return write_index(path, header_rows, frame, packed)
+    frame = Frame(plan(shape=shape), [(CONSTANT, b"\0")], bytes(CHUNK_VALUES), "U8", shape, n_chunks)
+    path.write_bytes(File({"zeros": frame}).bytes())
+    return path
 
 
 def flipped(whole: bytes, bits: Iterable[int]) -> Iterator[bytes]:
