@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptz.errors import CkptzError, CorruptionError
+from ckptz.errors import CorruptionError
 from ckptz.numpy import load_file
 from tests.support.cli_support import ckptz
 from tests.support.spec_files import File, Frame, plan
@@ -30,8 +30,3 @@ def test_the_verbs_read_their_frames(verb: str, orphan: Path) -> None:
     run = ckptz(verb, orphan, fails=True)
     assert run.exit_code == 3
     assert "needs a base" in run.error
-
-
-def test_an_empty_feature_name_is_refused() -> None:
-    with pytest.raises(CkptzError):
-        File(features="lossless,").open()
