@@ -118,6 +118,7 @@ REFUSED: list[tuple[str, int, str]] = [
     ("compress a.safetensors b.safetensors --chain -o run.ckptz", USAGE, "a chain needs a folder"),
     ("compress deep.safetensors b.safetensors -o .", USAGE, "b.ckptz: exists already"),
     ("compress hf -o packed", USAGE, "exists already"),
+    ("compress hf -o packed", USAGE, "or --resume"),
     # bases and settings
     ("compress a.safetensors --base empty", USAGE, "a base must be a file"),
     ("compress b.safetensors --base b.ckptz", USAGE, "b.ckptz"),

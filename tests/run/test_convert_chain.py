@@ -47,13 +47,6 @@ def test_a_chain_stores_each_input_against_the_one_before(tmp_path: Path) -> Non
         assert content_of(path) == content_of(Path(report.output))
 
 
-def test_several_inputs_are_summed_up(tmp_path: Path) -> None:
-    run = ckptz("compress", *steps(tmp_path, 3), "--chain")
-    *lines, total = run.stdout.splitlines()
-    assert len(lines) == 3
-    assert total.startswith("3 files: ")
-
-
 def test_a_chain_may_go_on_from_a_base(chain: Chain) -> None:
     third = write_plain(chain.folder / "step-3.safetensors", a_state(drift=0.02))
     fourth = write_plain(chain.folder / "step-4.safetensors", a_state(drift=0.03))
@@ -131,21 +124,21 @@ def test_a_stem_loses_only_the_suffix_of_a_checkpoint(name: str, stem: str) -> N
     assert stem_of(Path(name)) == stem
 
 
-def test_outputs_stand_beside_their_inputs(tmp_path: Path) -> None:
-    paths = [tmp_path / "a" / "m.pt", tmp_path / "b" / "m.safetensors"]
-    assert output_paths(paths, None, ".ckptz") == [tmp_path / "a" / "m.ckptz", tmp_path / "b" / "m.ckptz"]
-
-
-def test_names_that_collide_in_a_folder_tell_where_they_are_from(tmp_path: Path) -> None:
-    paths = [tmp_path / f"checkpoint-{i}" / "model.safetensors" for i in (1, 2)]
-    places = output_paths(paths, tmp_path / "out", ".ckptz")
-    assert places == [tmp_path / "out" / f"checkpoint-{i}-model.ckptz" for i in (1, 2)]
-
-
-def test_one_input_goes_to_a_file_or_into_a_folder_that_exists(tmp_path: Path) -> None:
-    path = tmp_path / "m.safetensors"
-    assert output_paths([path], tmp_path / "new", ".ckptz") == [tmp_path / "new"]
-    assert output_paths([path], tmp_path, ".ckptz") == [tmp_path / "m.ckptz"]
+@pytest.mark.parametrize(
+    ("inputs", "output", "expected"),
+    [
+        (["a/m.pt", "b/m.safetensors"], None, ["a/m.ckptz", "b/m.ckptz"]),
+        (["step-1/m.pt", "step-2/m.pt"], "out", ["out/step-1-m.ckptz", "out/step-2-m.ckptz"]),
+        (["m.safetensors"], "new", ["new"]),
+        (["m.safetensors"], ".", ["m.ckptz"]),
+    ],
+)
+def test_outputs_stand_beside_their_inputs_or_under_names_that_do_not_collide(
+    inputs: list[str], output: str | None, expected: list[str], tmp_path: Path
+) -> None:
+    given = None if output is None else tmp_path / output
+    paths = output_paths([tmp_path / name for name in inputs], given, ".ckptz")
+    assert paths == [tmp_path / name for name in expected]
 
 
 def test_a_chain_of_one_goes_into_a_folder_where_others_follow(tmp_path: Path) -> None:
@@ -164,29 +157,6 @@ def test_a_chain_of_one_goes_into_a_folder_where_others_follow(tmp_path: Path) -
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return hf_folder(tmp_path / "hf")
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-
-
-def test_a_folder_comes_back_file_for_file(folder: Path, tmp_path: Path) -> None:
-    packed, back = tmp_path / "packed", tmp_path / "back"
-    ckptz("compress", folder, "-o", packed)
-    assert set(files_of(packed)) == {"model.ckptz", "config.json", "sub/vocab.txt"}
-    ckptz("verify", packed / "model.ckptz", "--against", folder)
-    ckptz("restore", packed / "model.ckptz", "-o", back)
-    assert files_of(back) == files_of(folder)
-
-
-def test_a_folder_is_packed_in_place_by_default(folder: Path) -> None:
-    before = files_of(folder)
-    ckptz("compress", folder)
-    for shard in folder.glob("*.safetensors*"):
-        shard.unlink()
-    ckptz("restore", folder / "model.ckptz")
-    (folder / "model.ckptz").unlink()
-    assert files_of(folder) == before
 
 
 def test_a_folder_as_one_file_leaves_its_other_files_and_says_so(folder: Path, tmp_path: Path) -> None:
@@ -225,12 +195,3 @@ def test_shards_that_are_there_are_kept_unless_forced(folder: Path) -> None:
     assert shard.read_bytes() == b"mine"
     ckptz("restore", folder / "model.ckptz", "--force")
     assert shard.read_bytes() == old
-
-
-def test_several_folders_go_into_folders_of_their_own(folder: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    other.mkdir()
-    write_plain(other / "model.safetensors", a_state(n=500, drift=0.01))
-    ckptz("compress", folder, other, "-o", tmp_path / "out")
-    wanted = {"hf/model.ckptz", "hf/config.json", "hf/sub/vocab.txt", "other/model.ckptz"}
-    assert set(files_of(tmp_path / "out")) == wanted

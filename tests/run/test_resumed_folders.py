@@ -65,16 +65,6 @@ def test_a_file_that_is_no_copy_is_refused_and_kept(tmp_path: Path) -> None:
     assert contents(out) == {"config.json": b"mine"}
 
 
-def test_an_interrupted_folder_is_resumed_by_the_command_line(tmp_path: Path) -> None:
-    source, out = hf_folder(tmp_path / "hf"), tmp_path / "out"
-    (out / "sub").mkdir(parents=True)
-    (out / "sub" / "vocab.txt").write_text("a b c")
-    run = ckptz("compress", source, "-o", out, fails=True)
-    assert "--resume" in run.error
-    ckptz("compress", source, "-o", out, "--resume")
-    ckptz("verify", out, "--against", source)
-
-
 # --- verify FOLDER --against ORIGINAL ---------------------------------------------------------------
 
 

@@ -82,12 +82,6 @@ def test_the_step_comes_from_the_option_the_metadata_or_the_name(tmp_path: Path)
     assert again.step == 9  # what a .ckptz file records goes on
 
 
-def test_a_chain_goes_by_steps_though_shells_do_not(run: Path) -> None:
-    entries = log(run).entries
-    wanted = [(f"step-{step}.ckptz", step, depth) for depth, step in enumerate(STEPS)]
-    assert [(entry.file, entry.step, entry.depth) for entry in entries] == wanted
-
-
 def test_a_series_of_numbers_is_one_of_steps(tmp_path: Path) -> None:
     states = {number: a_state(n=100) for number in ("0990", "1000", "0010")}
     files = [write_plain(tmp_path / f"gpt-{number}.safetensors", state) for number, state in states.items()]
