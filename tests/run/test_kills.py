@@ -1,8 +1,6 @@
 """Jobs killed at random, again and again, each going on where the one before was cut off.
 
-What was reported as saved or published is there and exact, however often. A few kills of each in the default
-suite, a hundred in the slow one; those of the Checkpointer stand in test_checkpointer_faults.py, those of a
-follower in test_sync_killed.py.
+What was reported as saved is there and exact, however often. test_front_doors.py kills all the others.
 """
 
 import contextlib
@@ -18,8 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from ckptz.integrations.dcp import CkptzStorageReader, CkptzStorageWriter, latest
-from ckptz.integrations.linked import Chain, ChainOptions, job_of
-from ckptz.torch import load_state
+from ckptz.integrations.linked import ChainOptions
 from tests.support.checkpointer_support import in_child
 from tests.support.kills import PATIENCE, Reported, kill_again_and_again
 
@@ -145,43 +142,3 @@ def test_a_trainer_that_is_killed_resumes_and_goes_on_with_the_same_losses(
         trainer_job(tmp_path / "run", reported, rank)
 
     kill_again_and_again(job, check, n_kills, longest=0.5)
-
-
-# --- files of Lightning, written beside training -----------------------------------------------------
-
-
-@KILLS
-def test_the_only_file_that_is_kept_is_replaced_before_it_goes(tmp_path: Path, n_kills: int) -> None:
-    """As AsyncCheckpointIO does with `save_top_k=1`: a save is queued, and the last file removed."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    def steps() -> list[int]:
-        return sorted(int(path.stem) for path in tmp_path.glob("*.ckpt"))
-
-    def job(reported: Reported, rank: int) -> None:
-        del rank
-        chain, writer = Chain(OPTIONS), ThreadPoolExecutor(1)
-        step = steps()[-1] if reported.step else 0
-        if step:
-            chain.go_on_from(tmp_path / f"{step}.ckpt")
-
-        def save(step: int) -> None:
-            chain.write(tmp_path / f"{step}.ckpt", job_of({"weight": torch.full((500,), float(step))}))
-            reported.step = step
-
-        reported.begin()
-        while True:
-            saving = writer.submit(save, step + 1)
-            chain.remove(tmp_path / f"{step}.ckpt")
-            saving.result()
-            step += 1
-
-    def check(step: int) -> None:
-        assert (steps() or [0])[-1] >= step
-        for found in steps()[-1:]:
-            assert (load_state(tmp_path / f"{found}.ckpt", jobs=1)["weight"] == found).all()
-
-    kill_again_and_again(job, check, n_kills, longest=0.1)
-
-
-# --- Publisher ---------------------------------------------------------------------------------------

@@ -215,15 +215,6 @@ def test_a_cell_that_is_run_twice_saves_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("without_collections")
-def test_a_checkpointer_that_is_used_keeps_its_lock(tmp_path: Path) -> None:
-    with Run().checkpointer(tmp_path, background=False) as checkpointer:
-        checkpointer.save(1)
-        with pytest.raises(ConfigError, match=r"this process .* is writing here already"):
-            Run().checkpointer(tmp_path, background=False).save(2)
-        checkpointer.save(3)
-
-
-@pytest.mark.usefixtures("without_collections")
 def test_a_lease_that_nobody_uses_ends_and_is_taken_at_once(tmp_path: Path) -> None:
     n_threads = threading.active_count()
     in_a_cycle(Lease(LocalFolder(tmp_path), beat=0.05, stale=60))

@@ -1,7 +1,6 @@
 """The folder of a run: names, what is there, who may write, and which steps stay."""
 
 import errno
-import gc
 import os
 import shutil
 import signal
@@ -387,14 +386,6 @@ def test_a_lock_that_somebody_removes_is_taken_again_or_noticed(tmp_path: Path, 
         second.save(3)
         with pytest.raises(ConfigError, match="is writing here already"):
             first.save(4)
-
-
-def test_a_checkpointer_that_nobody_closed_holds_no_lock(tmp_path: Path) -> None:
-    Run().checkpointer(tmp_path, background=False).save(1)
-    gc.collect()
-    with Run().checkpointer(tmp_path, background=False) as ck:
-        ck.save(2)
-        assert ck.steps() == (1, 2)
 
 
 def test_a_lease_that_is_renewed_is_respected_and_a_stale_one_is_taken(tmp_path: Path) -> None:
