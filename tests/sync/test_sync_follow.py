@@ -57,14 +57,6 @@ def test_a_restarted_one_finds_out_what_its_tensors_hold(tmp_path: Path) -> None
     assert same(torn, states[8])
 
 
-def test_one_step_may_be_asked_for(tmp_path: Path) -> None:
-    states = published(tmp_path, 9, full_every=4, keep_full=None)
-    follower, live = Follower(tmp_path), cloned(a_state(9))
-    for step in (3, 6, 2, 8):
-        assert follower.apply_to(live, step=step).step == step
-        assert same(live, states[step])
-
-
 @pytest.mark.parametrize("check", ["base", "stored"])
 def test_deltas_of_several_steps_in_the_folder_are_used(tmp_path: Path, check: Any) -> None:
 

@@ -56,20 +56,6 @@ def test_files_are_ordinary_checkpoints(tmp_path: Path) -> None:
     assert done.n_bytes == (tmp_path / done.files[0]).stat().st_size
 
 
-def test_the_weights_may_change_when_publish_returns(tmp_path: Path) -> None:
-    state = a_state()
-    publisher = Publisher(tmp_path)
-    publisher.publish(state)
-    frozen = cloned(state)
-    state["float32"].zero_()
-    live = cloned(a_state(3))
-    Follower(tmp_path).apply_to(live)
-    assert same(live, frozen)
-    publisher.publish(state)
-    Follower(tmp_path).apply_to(live)
-    assert same(live, state)
-
-
 def test_tensors_may_come_and_go_and_change_their_shape(tmp_path: Path) -> None:
     publisher = Publisher(tmp_path)
     first = {"a": torch.ones(50), "b": torch.ones(3)}
