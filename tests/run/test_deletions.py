@@ -374,15 +374,6 @@ def test_folders_of_something_else_stay_though_they_are_called_after_steps(steps
         assert all((other / ".metadata").exists() for other in (*others[:2], others[3]))
 
 
-def test_of_a_step_that_was_moved_away_and_linked_the_link_goes(steps: Path) -> None:
-    with copied(steps) as folder:
-        moved = (folder / "step-2").rename(folder / "archived")
-        (folder / "step-2").symlink_to(moved)
-        delete_old(folder, 1, 1)
-        assert not (folder / "step-2").is_symlink()
-        assert (moved / INDEX_FILE).exists()
-
-
 def test_a_step_that_was_never_finished_does_not_count_among_those_that_stay(steps: Path) -> None:
     with copied(steps) as folder:
         (folder / "step-5").mkdir()
