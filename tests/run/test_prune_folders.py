@@ -15,14 +15,7 @@ from ckptz.integrations.linked import Chain, ChainOptions, job_of
 from ckptz.run.prune import prune_run
 from ckptz.torch import load_state
 from tests.support.cli_support import ckptz as command
-
-SIZE = 4096
-
-
-def weights(step: int) -> torch.Tensor:
-    """Weights that move a little at each step, so that deltas pay."""
-    start = torch.randn(SIZE, generator=torch.Generator().manual_seed(0))
-    return torch.where(torch.arange(SIZE) % 97 == step % 97, start + step, start)
+from tests.support.run_writers import weights_of
 
 
 @pytest.fixture
@@ -32,7 +25,7 @@ def run(tmp_path: Path) -> Path:
     for step in (10, 20, 30):
         folder = tmp_path / f"checkpoint-{step}"
         folder.mkdir()
-        chain.write(folder / "model.ckptz", job_of({"w": weights(step)}, step))
+        chain.write(folder / "model.ckptz", job_of({"w": weights_of(step)}, step))
         (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
         chain.settle()
     return tmp_path
@@ -41,9 +34,9 @@ def run(tmp_path: Path) -> Path:
 def test_a_file_with_the_very_values_of_its_base_keeps_the_base(tmp_path: Path) -> None:
     chain = Chain(ChainOptions(jobs=1))
     for name in ("epoch=0-step=10.ckpt", "last.ckpt"):
-        chain.write(tmp_path / name, job_of({"w": weights(10)}, 10))
+        chain.write(tmp_path / name, job_of({"w": weights_of(10)}, 10))
     assert not prune_run(tmp_path, KeepPolicy(last=1), last_step=None, dry_run=False).removed
-    assert torch.equal(load_state(tmp_path / "last.ckpt")["w"], weights(10))
+    assert torch.equal(load_state(tmp_path / "last.ckpt")["w"], weights_of(10))
 
 
 @pytest.mark.parametrize("how", ["folder", "trainer state"])

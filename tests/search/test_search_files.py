@@ -385,15 +385,7 @@ def test_rows_without_gradients_are_pruned_by_magnitude_and_not_all(folder: Path
         (("--eval", "{f}/evaluate.py:raising"), "shapes do not match"),
         (("--eval", "{f}/evaluate.py:loss", "--budget", "much"), "is not a budget"),
         (("--eval", "{f}/evaluate.py:loss", "--budget", "-1%"), "must be at least 0"),
-        (
-            ("--eval", "{f}/evaluate.py:loss", "--method", "kmeans", "--set", "levels=16"),
-            "the search chooses this value",
-        ),
         (("--eval", "{f}/evaluate.py:loss", "--method", "lossless"), "has no search space"),
-        (
-            ("--eval", "{f}/evaluate.py:loss", "--set", "prune_by=sensitivity"),
-            "method grid has no such setting",
-        ),
         (("--dry-run", "--chain", "--method", "grid"), "dry run"),
         (("--method", "grid", "--method", "kmeans"), "several --method are only for --dry-run"),
         (("--config", "{f}/evaluate.py"), "not valid JSON"),
