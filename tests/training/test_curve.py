@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from ckptz import Checkpointer, Grid, KeepPolicy, inspect
 from ckptz.training.curve import MAX_FINER, NOT_FINITE, Curve
 
+LOSSY: dict[str, Any] = {"config": Grid(), "keep": KeepPolicy(last=None, exact=0), "background": False}
+
 
 def after(jump: float, *, is_better_lower: bool = True, noise: float = 0.0) -> tuple[Curve, list[str]]:
     """Add the metrics of a run that restarts at each tenth save and is worse by `jump` behind it."""
@@ -81,9 +83,7 @@ def test_any_state_from_a_file_is_a_curve_or_ignored(state: Any) -> None:
 def test_a_metric_that_is_not_finite_is_noted_and_the_step_saved(tmp_path: Path, metric: float) -> None:
     model = torch.nn.Linear(128, 128)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with Checkpointer(
-        tmp_path, model, optimizer, config=Grid(), keep=KeepPolicy(last=None, exact=0)
-    ) as saver:
+    with Checkpointer(tmp_path, model, optimizer, **LOSSY) as saver:
         for step in (1, 2):
             model(torch.randn(64, 128)).square().mean().backward()
             optimizer.step()
@@ -95,9 +95,7 @@ def test_a_costly_restart_halves_the_steps_of_the_next_files(tmp_path: Path) -> 
     model = torch.nn.Linear(128, 128)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     notes = list[str]()
-    with Checkpointer(
-        tmp_path, model, optimizer, config=Grid(), keep=KeepPolicy(last=None, exact=0), background=False
-    ) as saver:
+    with Checkpointer(tmp_path, model, optimizer, **LOSSY) as saver:
         for step in range(1, 10):
             model(torch.randn(64, 128)).square().mean().backward()
             optimizer.step()

@@ -19,6 +19,7 @@ from ckptz import Checkpointer, Grid, KeepPolicy, inspect
 from ckptz.training.schedules import RISING, UNKNOWN, Schedule, rates_to_come
 
 N = 40
+LOSSY: dict[str, Any] = {"config": Grid(), "keep": KeepPolicy(last=None, exact=0), "background": False}
 SCHEDULERS: dict[str, Callable[[Any], LRScheduler]] = {
     "line": lambda o: torch_schedulers.LambdaLR(o, lambda step: max(0.0, 1 - step / N)),
     "cosine": lambda o: torch_schedulers.CosineAnnealingLR(o, N),
@@ -151,15 +152,7 @@ def test_weights_of_the_last_file_are_not_moved_by_lost_momentum(tmp_path: Path)
     model = torch.nn.Linear(128, 128)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     moved = dict[int, bool]()
-    with Checkpointer(
-        tmp_path,
-        model,
-        optimizer,
-        config=Grid(),
-        keep=KeepPolicy(last=None, exact=0),
-        background=False,
-        every=10,
-    ) as saver:
+    with Checkpointer(tmp_path, model, optimizer, **LOSSY, every=10) as saver:
         for step in range(1, N + 1):
             model(torch.randn(64, 128)).square().mean().backward()
             optimizer.step()
@@ -176,15 +169,8 @@ def test_restarts_within_a_warm_up_are_noted(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch_schedulers.LinearLR(optimizer, 0.1, 1.0, total_iters=N)
     for step in (5, 10):
-        with Checkpointer(
-            tmp_path,
-            model,
-            optimizer,
-            config=Grid(),
-            keep=KeepPolicy(last=None, exact=0),
-            every=5,
-            extra={"scheduler": scheduler},
-        ) as saver:
+        extra = {"scheduler": scheduler}
+        with Checkpointer(tmp_path, model, optimizer, **LOSSY, every=5, extra=extra) as saver:
             saver.restore_latest()
             for i in range(step - 5, step):
                 saver.maybe_save(i)
@@ -192,7 +178,7 @@ def test_restarts_within_a_warm_up_are_noted(tmp_path: Path) -> None:
                 optimizer.step()
                 scheduler.step()
             saver.save(step)
-            assert RISING in saver.wait().notes  # type: ignore[union-attr]
+            assert RISING in saver.wait().notes
 
 
 @pytest.mark.parametrize("is_known", [True, False])
@@ -207,15 +193,7 @@ def test_files_near_the_end_have_finer_steps(tmp_path: Path, is_known: bool) -> 
     steps = list[float]()
     extra: dict[str, Any] = {"scheduler": scheduler} if is_known else {}
     for step in range(5, N + 1, 5):
-        with Checkpointer(
-            tmp_path,
-            model,
-            optimizer,
-            config=Grid(),
-            keep=KeepPolicy(last=None, exact=0),
-            full_every=1,
-            extra=extra,
-        ) as saver:
+        with Checkpointer(tmp_path, model, optimizer, **LOSSY, full_every=1, extra=extra) as saver:
             saver.restore_latest()
             for _ in range(5):
                 model(torch.randn(64, 128)).square().mean().backward()
