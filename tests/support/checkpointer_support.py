@@ -66,6 +66,19 @@ def saved_run(folder: Path, n_steps: int, **options: Any) -> list[float]:
     return losses
 
 
+def saved(folder: Path | str, *run: Any, **how: Any) -> None:
+    """Save step 1 of a model and, if they are given, its optimizers."""
+    with Checkpointer(folder, *run, **how) as checkpointer:
+        checkpointer.save(1)
+
+
+def restored(folder: Path | str, *run: Any, weights_only: bool = False, **how: Any) -> Any:
+    """Restore step 1; what `Checkpointer.restored` says of it."""
+    with Checkpointer(folder, *run, **how) as checkpointer:
+        assert checkpointer.restore(1, weights_only=weights_only) == 1
+    return checkpointer.restored
+
+
 def loss_after(folder: Path | str, step: int | None = None) -> tuple[int | None, float]:
     """The step that a new process would resume from, and its next loss."""
     run = Run(seed=99)

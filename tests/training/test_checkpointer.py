@@ -3,12 +3,10 @@
 import runpy
 import sys
 import warnings
-from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -131,19 +129,6 @@ def test_models_and_optimizers_of_all_kinds_resume_exactly(
         assert [one_step(model, optimizer) for _ in range(4)] == expected
 
 
-def test_a_save_holds_what_was_there_when_it_was_asked_for(tmp_path: Path) -> None:
-    run = Run()
-    with run.checkpointer(tmp_path) as checkpointer:
-        run.step()
-        before = state_of(run)
-        checkpointer.save(1)
-        for parameter in run.model.parameters():
-            parameter.data.zero_()
-        checkpointer.wait()
-        checkpointer.restore(1)
-    assert same(state_of(run), before)
-
-
 @pytest.mark.parametrize("options", [{}, {"max_staging_bytes": 1}], ids=["copied", "read in place"])
 def test_a_default_device_does_not_move_saves_and_restores(tmp_path: Path, options: dict[str, Any]) -> None:
     run = Run()
@@ -169,39 +154,6 @@ def test_the_files_are_ordinary_ones(tmp_path: Path) -> None:
     moment = run.optimizer.state[run.model[0].weight]["exp_avg"]
     assert state["optimizer.0.weight.exp_avg"].equal(moment)
     assert state["rng.torch"].equal(torch.get_rng_state())
-
-
-def test_extras_of_all_kinds_come_back(tmp_path: Path) -> None:
-    class Loader:
-        def __init__(self) -> None:
-            self.state: dict[str, Any] = {
-                "seen": Counter({3: 2}),
-                "by_name": defaultdict(list, {"a": [1]}),
-                "best": np.float64(0.5),
-                "order": torch.randperm(5),
-                "nested": ({"deep": (1, [2.5, None])},),
-            }
-
-        def state_dict(self) -> dict[str, Any]:
-            return self.state
-
-        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            self.state = state_dict
-
-    loader, position, model = Loader(), {"epoch": 3}, linear()
-    saved = loader.state
-    extra: dict[str, Any] = {"loader": loader, "position": position}
-    with Checkpointer(tmp_path, model, extra=extra) as checkpointer:
-        checkpointer.save(1)
-        loader.state = {}
-        position.update(epoch=9, other=1)
-        checkpointer.restore(1)
-    assert loader.state.pop("order").equal(saved.pop("order"))
-    assert loader.state == saved
-    assert {name: type(value) for name, value in loader.state.items()} == {
-        name: type(value) for name, value in saved.items()
-    }
-    assert position == {"epoch": 3}
 
 
 def test_lossy_weights_leave_the_rest_exact(tmp_path: Path) -> None:
@@ -299,19 +251,6 @@ def test_a_save_decodes_as_much_however_long_its_chain_is(
     assert [(tmp_path / "held" / name).read_bytes() for name in files] == [
         (tmp_path / "anew" / name).read_bytes() for name in files
     ]
-
-
-@pytest.mark.parametrize("background", [True, False])
-def test_on_save_is_given_each_report(tmp_path: Path, background: bool) -> None:
-    run, reports = Run(), list[SaveReport]()
-    with run.checkpointer(tmp_path, background=background, on_save=reports.append) as checkpointer:
-        for step in (1, 2, 3):
-            run.step()
-            checkpointer.save(step)
-            last = checkpointer.wait()
-            assert reports[-1] == last
-    assert [report.step for report in reports] == [1, 2, 3]
-    assert all(report.stored_bytes for report in reports)
 
 
 def test_what_on_save_raises_costs_no_step(tmp_path: Path) -> None:

@@ -297,23 +297,6 @@ def test_a_base_that_cannot_be_read_makes_a_full_file_that_keeps_the_budget(tmp_
     assert any("the base cannot be read" in note for note in report.notes)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"budget": 0.05}, "budget must be a ckptz.Budget"),
-        ({"budget": ()}, "budget must be a ckptz.Budget"),
-        ({"budget": Budget(lambda state: 1.0), "config": Lossless(sparse=True)}, "lossy method"),
-        ({"calibration": 3, "config": Grid()}, "calibration must be"),
-        ({"calibration": "inputs.safetensors"}, "guides the grid method only"),
-        ({"calibration": "inputs.safetensors", "config": KMeans()}, "guides the grid method only"),
-    ],
-)
-def test_what_contradicts_itself_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Training().checkpointer(tmp_path, **options)
-    assert not names_in(tmp_path)
-
-
 # --- grids and calibrations -----------------------------------------------------------------------
 
 

@@ -12,16 +12,16 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_module
 
-from ckptz import Checkpointer, Grid
-from ckptz.errors import ChecksumError, ConfigError, CorruptionError, UnsupportedError
+from ckptz import Budget, Checkpointer, Grid, KMeans, Lossless
+from ckptz.errors import ConfigError, CorruptionError, UnsupportedError
 from ckptz.training.snapshot import Snapshot
 from tests.support.checkpointer_support import (
     Run,
-    flip,
     linear,
     names_in,
     one_step,
     same,
+    saved,
     saved_run,
     state_of,
 )
@@ -52,12 +52,6 @@ def test_a_step_is_saved_once_and_after_those_that_are_there(tmp_path: Path) -> 
 Call = Callable[[Path], object]
 
 
-def saved(folder: Path, **how: Any) -> None:
-    """Save step 1, by default of a small model."""
-    with Checkpointer(folder, **({"model": linear()} | how)) as checkpointer:
-        checkpointer.save(1)
-
-
 def opening(**options: Any) -> Call:
     return lambda folder: Checkpointer(folder, **({"model": linear()} | options))
 
@@ -66,8 +60,8 @@ def saving(**options: Any) -> Call:
     return lambda folder: Checkpointer(folder, **({"model": linear()} | options)).save(1)
 
 
-def restoring(**options: Any) -> Call:
-    return lambda folder: Checkpointer(folder, **({"model": linear()} | options)).restore(1)
+def restoring(how: dict[str, Any] | None = None, **options: Any) -> Call:
+    return lambda folder: Checkpointer(folder, **({"model": linear()} | options)).restore(1, **(how or {}))
 
 
 def layers(n: int) -> nn.Module:
@@ -98,6 +92,11 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 MODEL = linear()
+BOTH = [optimizer_of(MODEL), torch.optim.Adam([MODEL.weight])]
+CYCLE: list[Any] = []
+CYCLE.append(CYCLE)
+GROUPS: list[dict[str, Any]] = [{"params": list(MODEL.parameters())}, {"params": []}]
+LOOSELY = {"weights_only": True, "strict": False}
 # What is refused before anything is written: the call, and words of its ConfigError.
 REFUSED: dict[str, tuple[Call, str]] = {
     "every": (opening(every=0), "every must be at least 1"),
@@ -107,9 +106,21 @@ REFUSED: dict[str, tuple[Call, str]] = {
     "another name": (opening(config="grid"), r"ckptz\.Grid\(\), got"),
     "class for a method": (opening(config=Grid), r"ckptz\.Grid\(\), got"),
     "number for a policy": (opening(keep=5), "keep must be a KeepPolicy"),
+    "budget": (opening(budget=0.05), r"budget must be a ckptz\.Budget"),
+    "no budgets": (opening(budget=()), r"budget must be a ckptz\.Budget"),
+    "budget without loss": (opening(budget=Budget(str), config=Lossless(sparse=True)), "lossy method"),
+    "calibration": (opening(calibration=3, config=Grid()), "calibration must be"),
+    "nothing to guide": (opening(calibration="inputs.safetensors"), "guides the grid method only"),
+    "guide of k-means": (
+        opening(calibration="a.safetensors", config=KMeans()),
+        "guides the grid method only",
+    ),
+    **{f"staging {n}": (opening(max_staging_bytes=n), "max_staging_bytes") for n in (-1, 0.5, "1GB")},
     "state": (opening(model=MODEL.state_dict()), r"model must be a torch\.nn\.Module, got OrderedDict"),
     "no interval": (lambda folder: Checkpointer(folder, linear()).maybe_save(1), "every=N"),
     "optimizer": (saving(optimizer=optimizer_of(MODEL)), "parameters that are not the model's"),
+    "two optimizers": (saving(model=MODEL, optimizer=BOTH), "'weight' is in two optimizers"),
+    "cycle": (saving(extra={"x": {"cycle": CYCLE}}), r"'cycle\.0.*a part of itself"),
     "path": (saving(extra={"file": Path()}), "extra 'file' is a PosixPath"),
     "no values": (saving(model=offloaded()), r"'(model\.)?weight' is on the meta device"),
     "no type": (
@@ -137,6 +148,17 @@ UNFIT: dict[str, tuple[dict[str, Any], Call, str]] = {
         restoring(model=nn.Linear(4, 5)),
         "the shape differs: restore into a model of the saved shape, and resize that afterwards",
     ),
+    "shape, loosely": (
+        {"model": linear()},
+        restoring(LOOSELY, model=nn.Linear(4, 5)),
+        r"'weight' is float32 \[4, 4\], and float32 \[5, 4\]",
+    ),
+    "no name": (
+        {"model": linear()},
+        restoring(LOOSELY, model=nn.ModuleDict({"head": linear()})),
+        r"no name matches the model.*'weight'.*'head\.weight'",
+    ),
+    "loosely with state": ({}, restoring({"strict": False}), "add weights_only=True"),
     "layer more": ({"model": layers(2)}, restoring(model=layers(3)), r"'2.weight' and 1 more"),
     "layer less": ({"model": layers(3)}, restoring(model=layers(2)), r"'2.weight' and 1 more"),
     "shared memory": (
@@ -149,6 +171,11 @@ UNFIT: dict[str, tuple[dict[str, Any], Call, str]] = {
         {"model": MODEL, "optimizer": optimizer_of(MODEL)},
         restoring(model=MODEL, optimizer=torch.optim.AdamW([MODEL.weight])),
         "'bias' is not in the optimizer",
+    ),
+    "group less": (
+        {"model": MODEL, "optimizer": torch.optim.Adam(GROUPS)},
+        restoring(model=MODEL, optimizer=torch.optim.Adam(GROUPS[:1])),
+        "1 empty parameter groups, now there are 0",
     ),
     "extra less": (
         {"extra": {"position": {}}},
@@ -169,7 +196,7 @@ def test_what_is_refused_is_told_with_a_remedy_and_leaves_no_step(tmp_path: Path
 @pytest.mark.parametrize("name", UNFIT)
 def test_a_step_of_something_else_is_refused_and_stays(tmp_path: Path, name: str) -> None:
     before, call, words = UNFIT[name]
-    saved(tmp_path, **before)
+    saved(tmp_path, **({"model": linear()} | before))
     files = names_in(tmp_path)
     with pytest.raises(ConfigError, match=words):
         call(tmp_path)
@@ -177,7 +204,7 @@ def test_a_step_of_something_else_is_refused_and_stays(tmp_path: Path, name: str
 
 
 def test_a_model_may_be_cast_to_the_dtype_of_a_step(tmp_path: Path) -> None:
-    saved(tmp_path, model=linear().bfloat16())
+    saved(tmp_path, linear().bfloat16())
     assert Checkpointer(tmp_path, linear().to(torch.bfloat16)).restore(1) == 1
 
 
@@ -252,8 +279,7 @@ def test_values_that_need_code_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("where", ["save", "restore"])
 def test_sharded_models_are_sent_to_the_checkpointer_that_knows_them(tmp_path: Path, where: str) -> None:
     model = linear()
-    with Checkpointer(tmp_path / "run", model, torch.optim.AdamW(model.parameters())) as checkpointer:
-        checkpointer.save(1)
+    saved(tmp_path / "run", model, torch.optim.AdamW(model.parameters()))
     with process_group():
         sharded = distribute_module(linear(), init_device_mesh("cpu", (1,)))
         checkpointer = Checkpointer(tmp_path / "run", sharded, torch.optim.AdamW(sharded.parameters()))
@@ -262,36 +288,6 @@ def test_sharded_models_are_sent_to_the_checkpointer_that_knows_them(tmp_path: P
 
 
 # --- damage ----------------------------------------------------------------------------------------
-
-
-def test_a_damaged_step_is_named_and_changes_nothing(tmp_path: Path) -> None:
-    saved_run(tmp_path, 2, full_every=1)
-    flip(tmp_path / "step-00000002.state.ckptz")
-    run = Run(seed=6)
-    before, seen = state_of(run), dict(run.position)
-    with run.checkpointer(tmp_path) as checkpointer:
-        with pytest.raises((ChecksumError, CorruptionError), match=r"step-00000002\.state\.ckptz"):
-            checkpointer.restore_latest(fall_back=False)
-        assert same(state_of(run), before)
-        assert run.position == seen
-        assert checkpointer.restore(1) == 1
-
-
-def test_a_save_against_a_damaged_base_is_a_full_file(tmp_path: Path) -> None:
-    saved_run(tmp_path, 1)
-    path = tmp_path / "step-00000001.ckptz"
-    frames_begin = 8 + int.from_bytes(path.read_bytes()[:8], "little")
-    flip(path, frames_begin + 100)
-    run = Run()
-    with run.checkpointer(tmp_path, background=False) as checkpointer:
-        run.step()
-        checkpointer.save(2)
-        report = checkpointer.wait()
-        assert "weights: stored as a full file, because the base cannot be read" in " ".join(report.notes)
-        before = state_of(run)
-        run.step()
-        checkpointer.restore(2)
-    assert same(state_of(run), before)
 
 
 def test_weights_and_state_of_two_runs_are_not_mixed(tmp_path: Path) -> None:

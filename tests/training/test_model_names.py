@@ -15,7 +15,7 @@ from ckptz.errors import ChecksumError, ConfigError, CorruptionError
 from ckptz.hooks import Calibration, SensitivityTracker
 from ckptz.state.modules import name_without_wrappers, names_in_model
 from ckptz.torch import load_file, load_model, save_file
-from tests.support.checkpointer_support import Run, flip, same, saved_run, state_of
+from tests.support.checkpointer_support import Run, flip, restored, same, saved, saved_run, state_of
 
 PLAIN_NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]
 
@@ -69,17 +69,14 @@ WRAPPED: dict[str, Callable[[], Any]] = {
 def test_a_checkpoint_moves_between_a_wrapped_and_a_plain_model(tmp_path: Path, wrapped: Any) -> None:
     torch.manual_seed(1)
     model, plain = wrapped(), sequential()
-    with Checkpointer(tmp_path, model, background=False) as checkpointer:
-        checkpointer.save(1)
+    saved(tmp_path, model)
     assert set(load_file(tmp_path / "step-00000001.ckptz")) == set(PLAIN_NAMES)
-    with Checkpointer(tmp_path, plain) as checkpointer:
-        assert checkpointer.restore_latest() == 1
-    saved = model.state_dict().values()
-    assert all(map(torch.equal, plain.state_dict().values(), saved))
+    restored(tmp_path, plain)
+    values = model.state_dict().values()
+    assert all(map(torch.equal, plain.state_dict().values(), values))
     other = wrapped()
-    with Checkpointer(tmp_path, other) as checkpointer:
-        assert checkpointer.restore_latest() == 1
-    assert all(map(torch.equal, other.state_dict().values(), saved))
+    restored(tmp_path, other)
+    assert all(map(torch.equal, other.state_dict().values(), values))
 
 
 @pytest.mark.parametrize("wrapped", WRAPPED.values(), ids=WRAPPED)
@@ -95,11 +92,8 @@ def test_the_state_of_an_optimizer_moves_between_a_wrapped_and_a_plain_model(
     model, plain = wrapped(), sequential()
     optimizers = [torch.optim.NAdam(one.parameters()) for one in (model, plain)]
     trained(model, optimizers[0])
-    with Checkpointer(tmp_path, model, optimizers[0], background=False) as checkpointer:
-        checkpointer.save(1)
-    with Checkpointer(tmp_path, plain, optimizers[1]) as checkpointer:
-        checkpointer.restore(1)
-        assert checkpointer.restored.is_exact
+    saved(tmp_path, model, optimizers[0])
+    assert restored(tmp_path, plain, optimizers[1]).is_exact
     assert all(map(torch.equal, trained(plain, optimizers[1]), trained(model, optimizers[0])))
 
 
@@ -108,8 +102,7 @@ def test_the_state_of_an_optimizer_moves_between_a_wrapped_and_a_plain_model(
 )
 def test_a_submodule_that_is_called_module_keeps_its_name(tmp_path: Path, wrap: Any) -> None:
     model = wrap(UserNames())
-    with Checkpointer(tmp_path, model, background=False) as checkpointer:
-        checkpointer.save(1)
+    saved(tmp_path, model)
     names = {name.rpartition(".")[0] for name in load_file(tmp_path / "step-00000001.ckptz")}
     outer = "0." if wrap is nn.Sequential else ""
     assert names == {f"{outer}module", f"{outer}inner.module"}
@@ -153,13 +146,9 @@ def test_state_dict_hooks_that_rename_entries_apply(tmp_path: Path, wrap: Any) -
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    with Checkpointer(tmp_path, model, optimizer, background=False) as checkpointer:
-        checkpointer.save(1)
+    saved(tmp_path, model, optimizer)
     assert set(load_file(tmp_path / "step-00000001.ckptz")) == {"dense.bias", "dense.weight"}
-    with Checkpointer(tmp_path, other, torch.optim.AdamW(other.parameters())) as checkpointer:
-        checkpointer.restore(1)
-        assert checkpointer.restored is not None
-        assert checkpointer.restored.is_exact
+    assert restored(tmp_path, other, torch.optim.AdamW(other.parameters())).is_exact
     assert all(map(torch.equal, model.parameters(), other.parameters()))
 
 
@@ -186,8 +175,7 @@ def test_a_model_without_parameters_is_saved_with_its_extras(tmp_path: Path) -> 
 
 def saved_linear(folder: Path) -> nn.Module:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    with Checkpointer(folder, model, background=False) as checkpointer:
-        checkpointer.save(1)
+    saved(folder, model)
     return model
 
 
@@ -200,7 +188,6 @@ def test_weights_that_match_are_restored_and_the_other_names_listed(tmp_path: Pa
             checkpointer.restore(1, weights_only=True)
         assert checkpointer.restore(1, weights_only=True, strict=False) == 1
         restored = checkpointer.restored
-    assert restored is not None
     assert not restored.is_exact
     assert restored.missing == ("2.weight", "2.bias")
     assert restored.unexpected == ("1.weight", "1.bias")
@@ -212,37 +199,17 @@ def test_a_restore_that_misses_nothing_is_exact_though_not_strict(tmp_path: Path
     saved = saved_linear(tmp_path)
     with Checkpointer(tmp_path, copy.deepcopy(saved)) as checkpointer:
         checkpointer.restore(1, weights_only=True, strict=False)
-        assert checkpointer.restored is not None
         assert checkpointer.restored.is_exact
         assert checkpointer.restored.missing == checkpointer.restored.unexpected == ()
-
-
-def test_a_restore_that_matches_nothing_is_refused(tmp_path: Path) -> None:
-    saved_linear(tmp_path)
-    model = nn.ModuleDict({"head": nn.Linear(3, 3)})
-    with Checkpointer(tmp_path, model) as checkpointer:
-        with pytest.raises(ConfigError, match=r"no name matches the model.*'0\.weight'.*'head\.weight'"):
-            checkpointer.restore(1, weights_only=True, strict=False)
-        with pytest.raises(ConfigError, match="add weights_only=True"):
-            checkpointer.restore(1, strict=False)
-
-
-def test_a_tensor_of_another_shape_is_refused_though_not_strict(tmp_path: Path) -> None:
-    saved_linear(tmp_path)
-    checkpointer = Checkpointer(tmp_path, nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 4)))
-    with pytest.raises(ConfigError, match=r"'1\.weight' is float32 \[3, 3\], and float32 \[4, 3\]"):
-        checkpointer.restore(1, weights_only=True, strict=False)
 
 
 def test_frozen_weights_that_were_left_out_are_missing_in_another_model(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[0].requires_grad_(False)
-    with Checkpointer(tmp_path, model, trainable_only=True, background=False) as checkpointer:
-        checkpointer.save(1)
+    saved(tmp_path, model, trainable_only=True)
     other = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     with Checkpointer(tmp_path, other) as checkpointer:
         checkpointer.restore(1, weights_only=True, strict=False)
-        assert checkpointer.restored is not None
         assert not checkpointer.restored.is_exact
         assert checkpointer.restored.missing == ("0.weight", "0.bias")
     assert torch.equal(other[1].weight, model[1].weight)
@@ -290,7 +257,6 @@ def test_the_newest_whole_step_is_restored_if_the_newest_is_damaged(tmp_path: Pa
             assert checkpointer.restore_latest() == 2
         assert caught[0].filename == __file__
         assert same(state_of(run), wanted)
-        assert checkpointer.restored is not None
         assert checkpointer.restored.step == 2
         assert "renamed when it is saved again" in checkpointer.restored.notes[-1]
         checkpointer.discard_after(2)

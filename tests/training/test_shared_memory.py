@@ -14,6 +14,7 @@ from torch import nn
 
 from ckptz import Checkpointer, Grid
 from ckptz.errors import ConfigError
+from tests.support.checkpointer_support import restored, saved
 
 
 class CountsOnce(torch.optim.Optimizer):
@@ -49,11 +50,6 @@ def outside(model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-def is_exact(checkpointer: Checkpointer) -> bool:
-    assert checkpointer.restored is not None
-    return checkpointer.restored.is_exact
-
-
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, n_steps: int) -> None:
     for i in range(n_steps):
         optimizer.zero_grad()
@@ -72,12 +68,10 @@ def test_tensors_in_several_places_of_an_optimizer_stay_one(
     optimizer = make(model)
     with Checkpointer(tmp_path, model, optimizer, **options) as checkpointer:
         train(model, optimizer, 3)
-        checkpointer.save(3)
+        checkpointer.save(1)
     train(model, optimizer, 4)
     resumed = make(start)
-    with Checkpointer(tmp_path, start, resumed, **options) as checkpointer:
-        checkpointer.restore_latest()
-        assert is_exact(checkpointer)
+    assert restored(tmp_path, start, resumed, **options).is_exact
     train(start, resumed, 4)
     assert torch.equal(start.weight, model.weight)
 
@@ -95,17 +89,11 @@ def tied_by_data() -> nn.Module:
 
 
 def test_weights_that_are_no_longer_tied_are_named(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path, tied_by_data()) as checkpointer:
-        checkpointer.save(1)
-    with Checkpointer(tmp_path, tied_by_data()) as checkpointer:
-        checkpointer.restore_latest()
-        assert is_exact(checkpointer)
-    with Checkpointer(tmp_path, Twice()) as checkpointer:
-        checkpointer.restore_latest()
-        restored = checkpointer.restored
-    assert restored is not None
-    assert not restored.is_exact
-    assert restored.notes == (
+    saved(tmp_path, tied_by_data())
+    assert restored(tmp_path, tied_by_data()).is_exact
+    found = restored(tmp_path, Twice())
+    assert not found.is_exact
+    assert found.notes == (
         "model.b.weight: shared memory with model.a.weight when it was saved, and not now",
     )
 
@@ -113,14 +101,10 @@ def test_weights_that_are_no_longer_tied_are_named(tmp_path: Path) -> None:
 def test_weights_that_are_newly_tied_are_named(tmp_path: Path) -> None:
     model = Twice()
     model.b.load_state_dict(model.a.state_dict())
-    with Checkpointer(tmp_path, model) as checkpointer:
-        checkpointer.save(1)
-    with Checkpointer(tmp_path, tied_by_data()) as checkpointer:
-        checkpointer.restore_latest()
-        restored = checkpointer.restored
-    assert restored is not None
-    assert not restored.is_exact
-    assert "shares memory with model.a.weight now" in restored.notes[0]
+    saved(tmp_path, model)
+    found = restored(tmp_path, tied_by_data())
+    assert not found.is_exact
+    assert "shares memory with model.a.weight now" in found.notes[0]
 
 
 class Settings(dict[str, Any]):
@@ -146,8 +130,7 @@ def test_what_a_program_holds_of_an_extra_is_restored_in_place(tmp_path: Path) -
     extra = make()
     average, array, nested = extra["average"], extra["array"], extra["nested"]
     history, queue = nested["history"], nested["queue"]
-    with Checkpointer(tmp_path, nn.Linear(1, 1), extra={"x": extra}) as checkpointer:
-        checkpointer.restore_latest()
+    restored(tmp_path, nn.Linear(1, 1), extra={"x": extra})
     assert [one.tolist() for one in (average, array, queue)] == [[1, 1], [2, 2], [5, 5, 5]]
     assert (nested["count"], history) == (3, [4])
     assert type(extra["nested"]) is Settings
@@ -156,13 +139,10 @@ def test_what_a_program_holds_of_an_extra_is_restored_in_place(tmp_path: Path) -
 def test_tensors_of_an_extra_that_begin_as_the_weights_are_not_written_to(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     average = {name: value.clone() + 1 for name, value in model.state_dict().items()}
-    with Checkpointer(tmp_path, model, extra={"average": average}) as checkpointer:
-        checkpointer.save(1)
+    saved(tmp_path, model, extra={"average": average})
     resumed = nn.Linear(2, 2)
     weights = resumed.state_dict()  # shares the memory of the weights
-    with Checkpointer(tmp_path, resumed, extra={"average": weights}) as checkpointer:
-        checkpointer.restore_latest()
-        assert is_exact(checkpointer)
+    assert restored(tmp_path, resumed, extra={"average": weights}).is_exact
     assert torch.equal(resumed.weight, model.weight)
     assert torch.equal(weights["weight"], average["weight"])
 
@@ -175,9 +155,7 @@ def test_extras_share_memory_as_when_they_were_saved(tmp_path: Path) -> None:
         checkpointer.save(1)
     same = torch.full((2,), 7.0)
     extra = {"a": torch.zeros(2), "b": same, "c": same}
-    with Checkpointer(tmp_path, nn.Linear(1, 1), extra={"x": extra}) as checkpointer:
-        checkpointer.restore_latest()
-        assert is_exact(checkpointer)
+    assert restored(tmp_path, nn.Linear(1, 1), extra={"x": extra}).is_exact
     assert extra["a"] is extra["b"]
     assert extra["c"].tolist() == [0, 0]
 
@@ -216,7 +194,7 @@ def test_columns_of_one_buffer_are_apart(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, model, optimizer) as checkpointer:
         checkpointer.save(1)
         checkpointer.restore(1)
-        assert is_exact(checkpointer)
+        assert checkpointer.restored.is_exact
 
 
 def train_columns(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -58,7 +58,6 @@ def test_a_step_is_the_state_at_its_save_whatever_was_copied(
             train(model, optimizer)  # at once: what the writer reads now would be another state
         for step, expected in saved.items():
             checkpointer.restore(step)
-            assert checkpointer.restored is not None
             assert checkpointer.restored.is_exact
             assert equal(values(model, optimizer), expected)
 
@@ -128,9 +127,3 @@ def test_an_interrupt_while_the_state_is_read_loses_that_step_alone(
         checkpointer.save(2)
         checkpointer.restore(1)
         assert equal(values(model, optimizer), expected)
-
-
-def test_memory_that_is_no_number_of_bytes_is_refused(tmp_path: Path) -> None:
-    for wrong in (-1, 0.5, "1GB"):
-        with pytest.raises(ConfigError, match="max_staging_bytes"):
-            Checkpointer(tmp_path, torch.nn.Linear(2, 2), max_staging_bytes=wrong)  # type: ignore[arg-type]
