@@ -491,21 +491,6 @@ def test_half_written_files_are_removed_by_the_next_writer_and_nobody_elses(tmp_
 
 
 @pytest.mark.usefixtures("deltas_at_any_cost")
-def test_prune_says_what_it_would_do_and_does_it(tmp_path: Path) -> None:
-    saved_run(tmp_path, 4, full_every=2)
-    before = names_in(tmp_path)
-    planned = ckptz("prune", tmp_path, "--keep-last", 1, "--dry-run", "--json").json
-    assert names_in(tmp_path) == before
-    assert planned["dry_run"]
-    assert planned["steps"] == [4]
-    done = ckptz("prune", tmp_path, "--keep-last", 1, "--json").json
-    assert {**done, "seconds": 0, "dry_run": True} == {**planned, "seconds": 0}
-    assert set(done["hidden"]) == {"step-00000003.ckptz", "step-00000003.state.ckptz"}
-    assert not names_in(tmp_path) & set(done["removed"])
-    assert "keeps 1 step," in ckptz("prune", tmp_path).stdout
-
-
-@pytest.mark.usefixtures("deltas_at_any_cost")
 def test_verify_checks_every_file_of_a_folder_and_that_pairs_match(tmp_path: Path) -> None:
     saved_run(tmp_path, 3, keep=KEEP_TWO)
     done = ckptz("verify", tmp_path)
