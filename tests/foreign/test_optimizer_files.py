@@ -19,6 +19,7 @@ from ckptz.state.roles import Rule
 from ckptz.torch import load_file
 from ckptz.training.files import StepState
 from ckptz.verbs.compress import CompressReport
+from tests.support.checkpointer_support import identical
 from tests.support.cli_support import ckptz
 
 Factory = Callable[[Any], torch.optim.Optimizer]
@@ -81,16 +82,6 @@ def compressed(model: Path, optimizer: Path, out: Path, **more: Any) -> Compress
     return report
 
 
-def is_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return isinstance(other, Tensor) and one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(is_equal(one[k], other[k]) for k in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(is_equal, one, other))
-    return bool(one == other)
-
-
 # --- two files in one, and back -----------------------------------------------------------------
 
 
@@ -103,8 +94,8 @@ def test_both_files_come_back_under_their_names(tmp_path: Path, model: str) -> N
     ckptz("restore", packed, "-o", folder)
     assert sorted(p.name for p in folder.iterdir()) == sorted(p.name for p in paths)
     load = load_plain if model.endswith(".safetensors") else torch.load
-    assert is_equal(load(folder / model), load(paths[0]))
-    assert is_equal(torch.load(folder / "optimizer.pt"), torch.load(paths[1]))
+    assert identical(load(folder / model), load(paths[0]))
+    assert identical(torch.load(folder / "optimizer.pt"), torch.load(paths[1]))
     assert ckptz("verify", packed).exit_code == 0
     names = set(load_file(packed))
     assert {"up.weight", "state.0.exp_avg"} <= names
@@ -400,12 +391,12 @@ def test_states_of_other_forms_keep_what_is_no_moment(tmp_path: Path, kind: str,
     torch.save({"model": weights, "optimizer": {"state": state, "param_groups": groups}}, tmp_path / "s.pt")
     [exact] = compress([tmp_path / "s.pt"], tmp_path / "exact.ckptz")
     restore(exact.output, tmp_path / "exact.pt")
-    assert is_equal(torch.load(tmp_path / "exact.pt"), torch.load(tmp_path / "s.pt"))
+    assert identical(torch.load(tmp_path / "exact.pt"), torch.load(tmp_path / "s.pt"))
     [report] = compress([tmp_path / "s.pt"], tmp_path / "lossy.ckptz", config=Grid())
     assert report.n_lossy == 2 + 2 * n_lossy
     restore(report.output, tmp_path / "lossy.pt")
     for i, found in torch.load(tmp_path / "lossy.pt")["optimizer"]["state"].items():
-        changed = {name for name, value in state[i].items() if not is_equal(found[name], value)}
+        changed = {name for name, value in state[i].items() if not identical(found[name], value)}
         assert len(changed) == n_lossy
 
 

@@ -3,6 +3,7 @@
 import os
 import random
 import traceback
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,24 @@ def state_of(run: Run) -> dict[str, Any]:
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return a.keys() == b.keys() and all(tensor.equal(b[name]) for name, tensor in a.items())
+
+
+def identical(a: Any, b: Any) -> bool:
+    """Whether two nested states have the same types and values, and dicts the same order."""
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, defaultdict) and a.default_factory != b.default_factory:
+        return False
+    if isinstance(a, dict):
+        keys = [(type(key), key) for key in a], [(type(key), key) for key in b]
+        return keys[0] == keys[1] and all(identical(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(identical, a, b))
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and np.array_equal(a, b)
+    return a == b
 
 
 def one_step(model: nn.Module, optimizers: Any) -> float:

@@ -22,7 +22,7 @@ from ckptz.state.torch import TYPE_KEY
 from ckptz.sync import Follower, Publisher
 from ckptz.torch import apply_, save_file
 from ckptz.training.snapshot import Snapshot
-from tests.support.checkpointer_support import Run, linear, restored, saved, state_of
+from tests.support.checkpointer_support import Run, identical, linear, restored, saved, state_of
 
 
 class Point(NamedTuple):
@@ -31,23 +31,6 @@ class Point(NamedTuple):
 
 
 COMPLEX = torch.tensor([[1 + 2j, 3 - 4j], [5j, 6.0]])
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, defaultdict) and a.default_factory != b.default_factory:
-        return False
-    if isinstance(a, dict):
-        keys = [(type(key), key) for key in a], [(type(key), key) for key in b]
-        return keys[0] == keys[1] and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    if isinstance(a, np.ndarray):
-        return a.dtype == b.dtype and np.array_equal(a, b)
-    return a == b
 
 
 STATES: dict[str, Any] = {
@@ -86,7 +69,7 @@ TYPES: dict[str, Any] = {
 def test_a_snapshot_tells_tensors_apart(name: str) -> None:
     snapshot, state = Snapshot(), STATES[name]
     for _ in range(2):  # the second time into the buffers of the first
-        assert same(snapshot.take(state), state)
+        assert identical(snapshot.take(state), state)
 
 
 @pytest.mark.parametrize("name", [*STATES, "types"])
@@ -102,7 +85,7 @@ def test_a_state_comes_back_with_its_structure(name: str, tmp_path: Path) -> Non
     extra["it"].clear()
     extra["it"]["gone"] = 1
     restored(tmp_path, model, extra=extra)
-    assert same(extra["it"], dict(state))
+    assert identical(extra["it"], dict(state))
 
 
 VIEWS = [COMPLEX.conj(), COMPLEX.real, COMPLEX.imag, COMPLEX.conj().imag, COMPLEX.real.T]
@@ -129,7 +112,7 @@ def test_any_state_comes_back_as_it_was_or_is_refused(state: dict[Any, Any]) -> 
             return
         extra = {"it": {}}
         restored(folder, model, extra=extra, jobs=1)
-    assert same(extra["it"], state)
+    assert identical(extra["it"], state)
 
 
 # --- several files in one call ----------------------------------------------------------------------
@@ -245,7 +228,7 @@ def test_a_restore_that_cannot_be_changes_nothing(
     checkpointer = Checkpointer(tmp_path, run.model, run.optimizer, extra=extra)
     with checkpointer, pytest.raises(ConfigError, match=words.get(how, "weights_only=True")):
         checkpointer.restore(1)
-    assert same(everything(run), before)
+    assert identical(everything(run), before)
 
 
 def groups(model: torch.nn.Module, how: str) -> list[torch.optim.Optimizer]:
@@ -302,7 +285,7 @@ def test_groups_that_changed_places_keep_their_rates(tmp_path: Path) -> None:
     restored(tmp_path, other, turned)
     assert [group["lr"] for group in turned.param_groups] == [0.01, 0.1]
     for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
-        assert same(turned.state[ours], optimizer.state[theirs])
+        assert identical(turned.state[ours], optimizer.state[theirs])
 
 
 def test_the_milestones_of_schedulers_in_a_row_come_back(tmp_path: Path) -> None:
