@@ -225,29 +225,6 @@ def a_state(drift: float = 0.0) -> dict[str, Any]:
     return {"state_dict": OrderedDict(weight=weight, tied=weight), "epoch": 3, "global_step": 5}
 
 
-def bases(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.glob("base-*"))
-
-
-def test_bases_go_with_the_last_file_that_needs_them(tmp_path: Path) -> None:
-    io = CkptzIO(full_every=3, jobs=1)
-    for i in range(5):  # full files are 0 and 3
-        io.save_checkpoint(a_state(i / 1000), tmp_path / f"{i}.ckpt")
-    assert [open_checkpoint(tmp_path / f"{i}.ckpt").depth for i in range(5)] == [0, 1, 2, 0, 1]
-    assert len(bases(tmp_path)) == 3
-    io.remove_checkpoint(tmp_path / "0.ckpt")
-    io.remove_checkpoint(tmp_path / "1.ckpt")
-    assert len(bases(tmp_path)) == 3
-    assert same(io.load_checkpoint(tmp_path / "2.ckpt"), a_state(2 / 1000))
-    io.remove_checkpoint(tmp_path / "2.ckpt")
-    assert len(bases(tmp_path)) == 1
-    io.remove_checkpoint(tmp_path / "3.ckpt")
-    assert same(io.load_checkpoint(tmp_path / "4.ckpt"), a_state(4 / 1000))
-    io.remove_checkpoint(tmp_path / "4.ckpt")
-    io.remove_checkpoint(tmp_path / "4.ckpt")  # as Lightning does with what is gone
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_file_that_replaces_itself(tmp_path: Path) -> None:
     io = CkptzIO(jobs=1)
     for i in range(3):

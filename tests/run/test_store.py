@@ -304,24 +304,6 @@ def test_a_step_stays_hidden_while_a_file_of_the_user_is_stored_against_it(
     assert first.name in prune_folder(tmp_path, KeepPolicy(last=1)).removed
 
 
-@pytest.mark.usefixtures("deltas_at_any_cost")
-def test_a_hidden_base_goes_with_the_last_that_needs_it(tmp_path: Path) -> None:
-    saved_run(tmp_path, 4, keep=KEEP_TWO, full_every=4)
-    assert names_in(tmp_path) & {f".step-0000000{step}.ckptz.hidden" for step in range(1, 5)} == {
-        ".step-00000001.ckptz.hidden"
-    }
-    run = Run()
-    with run.checkpointer(tmp_path, background=False, keep=KEEP_TWO, full_every=4) as ck:
-        ck.restore_latest()
-        ck.save(5)
-        assert ck.steps() == (4, 5)
-        assert "step-00000001.ckptz" in names_in(tmp_path)
-        ck.save(6)
-    assert names_in(tmp_path) == {".ckptz-lock"} | {
-        f"step-0000000{step}{suffix}" for step in (5, 6) for suffix in (".ckptz", ".state.ckptz")
-    }
-
-
 # --- who may write ------------------------------------------------------------------------------
 
 
