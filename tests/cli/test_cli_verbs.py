@@ -56,19 +56,6 @@ def test_any_number_of_threads_gives_the_same(chain: Chain) -> None:
     assert len(made) == 1
 
 
-def test_a_torch_file_comes_back_as_one(tmp_path: Path) -> None:
-    state = {"model": {"w": torch.randn(40, 30)}, "step": 3, "lr": [0.1, None]}
-    torch.save(state, tmp_path / "t.pt")
-    ckptz("compress", tmp_path / "t.pt")
-    ckptz("verify", tmp_path / "t.ckptz", "--against", tmp_path / "t.pt")
-    ckptz("restore", tmp_path / "t.ckptz", "-o", tmp_path / "back.pt")
-    back = torch.load(tmp_path / "back.pt", weights_only=True)
-    assert torch.equal(back["model"]["w"], state["model"]["w"])
-    assert (back["step"], back["lr"]) == (3, [0.1, None])
-    ckptz("restore", tmp_path / "t.ckptz", "--to", "safetensors")
-    assert set(load_file(tmp_path / "t.safetensors")) == {"model.w"}
-
-
 def test_a_plain_file_restores_to_torch_if_asked(chain: Chain) -> None:
     ckptz("restore", chain.full, "--to", "pt")
     back = torch.load(chain.folder / "step-1.pt", weights_only=True)

@@ -20,7 +20,6 @@ from safetensors.numpy import save_file as save_plain
 from safetensors.torch import load_file as load_plain
 
 from ckptz import Budget, compress
-from ckptz.errors import ConfigError
 from ckptz.format.publish import Publication
 from ckptz.search.run import SearchOptions, TrialReport
 from ckptz.search.spaces import SPACES
@@ -248,20 +247,6 @@ def test_a_trial_without_a_finite_value_does_not_keep_the_budget(folder: Path, v
     assert report.search.quality[0].measured <= 2.02
     assert any(trial.drop is None and trial.values == (None,) for trial in trials)
     assert all(trial.is_feasible == (trial.drop is not None) for trial in trials)
-
-
-def test_an_evaluation_that_fails_in_mid_search_leaves_nothing(folder: Path) -> None:
-    quality = Quality(folder / "exact.safetensors")
-
-    def failing(state: dict[str, torch.Tensor]) -> float:
-        if len(quality.states) == 4:
-            raise RuntimeError("out of patience")
-        return quality(state)
-
-    with pytest.raises(ConfigError, match="out of patience"):
-        search(folder / "exact.safetensors", folder / "out.ckptz", failing)
-    assert not (folder / "out.ckptz").exists()
-    assert not left_in(folder)
 
 
 def test_the_command_line_says_that_an_interrupted_search_wrote_nothing(folder: Path) -> None:
