@@ -271,18 +271,6 @@ def test_lossy_weights_resume_as_they_were_stored(tmp_path: Path) -> None:
     assert any(not torch.equal(run.model.state_dict()[name], tensor) for name, tensor in stored.items())
 
 
-def test_lossy_checkpoints_resume_exactly_from_the_newest(tmp_path: Path) -> None:
-    run = trainer(tmp_path / "whole", max_steps=3)
-    run.train()
-    expected = final(run)
-    options = ChainOptions(config=KMeans(levels=16), jobs=1)
-    trainer(tmp_path / "run", options=options, max_steps=2).train()
-    assert list((tmp_path / "run" / "checkpoint-2").glob("model.exact-*.ckptz"))
-    run = trainer(tmp_path / "run", options=options, max_steps=3)
-    run.train(resume_from_checkpoint=True)
-    check_equal(final(run), expected)
-
-
 def test_another_optimizer_is_refused(tmp_path: Path) -> None:
     trainer(tmp_path, max_steps=1).train()
     with pytest.raises(ConfigError, match=r"AdamW.*SGD"):
