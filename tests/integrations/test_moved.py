@@ -107,19 +107,6 @@ def test_lightning_goes_on_from_what_it_restored(tmp_path: Path) -> None:
     assert all(share is not None and share > 0.6 for share in shares.values())
 
 
-def test_lightnings_newest_checkpoint_is_as_it_was_saved(tmp_path: Path) -> None:
-    loop, io = Loop(), plugin()
-    for i in range(2):
-        loop.train()
-        io.save_checkpoint(loop.state(), tmp_path / f"{i}.ckpt")
-    assert None not in moves_in(tmp_path / "1.ckpt").values()
-    found, exact = io.load_checkpoint(tmp_path / "1.ckpt"), loop.state()
-    for name, tensor in exact["state_dict"].items():
-        assert torch.equal(found["state_dict"][name], tensor), name
-    with safe_open(tmp_path / "1.ckpt", "pt") as file:  # weights alone, from the lossy file
-        assert not torch.equal(file.get_tensor("state_dict.0.weight"), exact["state_dict"]["0.weight"])
-
-
 @pytest.mark.parametrize("lacking", ["lr", "betas", "optimizer", "zero"])
 def test_lightning_leaves_weights_where_nothing_is_known(tmp_path: Path, lacking: str) -> None:
     loop, io = Loop(0.0 if lacking == "zero" else 1e-3), plugin(exact=0)
@@ -157,19 +144,6 @@ def test_the_trainer_moves_weights(tmp_path: Path) -> None:
     assert any(not torch.equal(run.model.state_dict()[name], tensor) for name, tensor in stored.items())
     third = moves_in(tmp_path / "checkpoint-30" / "model.ckptz")
     assert len([share for share in third.values() if share is not None]) > len(third) / 2
-
-
-def test_the_trainer_resumes_exactly_from_the_newest(tmp_path: Path) -> None:
-    from tests.support.trainer_support import OPTIONS, check_equal, final
-
-    whole = a_trainer(tmp_path / "whole", 30, OPTIONS)
-    whole.train()
-    lossy = ChainOptions(config=Grid(), jobs=1)
-    a_trainer(tmp_path / "run", 20, lossy).train()
-    assert None not in moves_in(tmp_path / "run" / "checkpoint-20" / "model.ckptz").values()
-    run = a_trainer(tmp_path / "run", 30, lossy)
-    run.train(resume_from_checkpoint=True)
-    check_equal(final(run), final(whole))
 
 
 def test_a_trainer_that_saves_models_only_moves_none(tmp_path: Path) -> None:
