@@ -86,28 +86,6 @@ def test_no_interrupt_between_a_write_and_its_step_makes_a_follower_apply_a_delt
     assert n_wrong == 0
 
 
-def test_an_interrupt_behind_the_last_write_makes_the_follower_look_afresh(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    states = published(tmp_path, 3, full_every=5)
-    live, follower = cloned(states[1]), Follower(tmp_path, check="stored", jobs=1)
-    follower.apply_to(live, step=1)
-    commit = apply._commit
-
-    def interrupted(edits: Any) -> None:
-        commit(edits)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(apply, "_commit", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            follower.apply_to(live)
-    assert follower.step is None
-    follower.apply_to(live)
-    assert follower.step == 2
-    assert same(live, states[2])
-
-
 @pytest.mark.parametrize("stride", [11, pytest.param(1, marks=pytest.mark.slow)])
 def test_no_interrupt_ends_a_publisher(tmp_path: Path, stride: int) -> None:
     """Also one between the name of a file and the publisher's own step."""
