@@ -102,22 +102,3 @@ def test_no_interrupt_ends_a_publisher(tmp_path: Path, stride: int) -> None:
         if not came:
             break
     assert position > 2 * stride
-
-
-def test_an_interrupt_behind_the_names_of_files_takes_them_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from ckptz.sync import publisher as module
-
-    def interrupted(*given: Any) -> Any:
-        raise KeyboardInterrupt
-
-    trained = {"weight": torch.zeros(64)}
-    publisher = Publisher(tmp_path, jobs=1)
-    publisher.publish(trained)
-    with monkeypatch.context() as patched:
-        patched.setattr(module, "_Base", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            publisher.publish(trained)
-    assert publisher.step == 0
-    assert publisher.publish(trained).step == 1
