@@ -15,7 +15,6 @@ Every decision to delete in a store of steps, and what it rests on:
 """
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,7 +25,6 @@ from ckptz.run.prune import PruneReport, prune_folder
 from ckptz.run.step_files import ChainRule, Listing, StepFile
 from ckptz.store.storage import LocalFolder
 from ckptz.training import checkpointer as checkpointers
-from ckptz.training.files import StepWriter
 from tests.support.checkpointer_support import Run, loss_after, names_in, saved_run
 from tests.support.cli_support import ckptz
 from tests.support.fault_support import Error, copied, each_error, fail_everywhere, unreadable
@@ -180,28 +178,6 @@ def test_a_prune_in_which_one_call_fails_loses_no_step(
 
     assert fail_everywhere(prepared, work, check, stride=stride) > 50
     assert 0 < sum(n_failed) < len(n_failed)
-
-
-def test_a_base_that_others_delete_while_it_is_used_makes_a_full_file(
-    prepared: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, encode = Run(), StepWriter._write_weights
-    expected = Run().losses(N_SAVED + 2)
-    with copied(prepared) as folder, run.checkpointer(folder, background=False) as checkpointer:
-        checkpointer.restore_latest()
-        run.step()
-
-        def deleting(*given: Any) -> Any:
-            written = encode(*given)
-            (folder / StepFile(N_SAVED, "weights").name).unlink(missing_ok=True)
-            return written
-
-        monkeypatch.setattr(StepWriter, "_write_weights", deleting)
-        checkpointer.save(N_SAVED + 1)
-        report = checkpointer.wait()
-        assert "weights: stored as a full file, because the base cannot be read" in report.notes[0]
-        checkpointer.close()
-        assert loss_after(folder) == (N_SAVED + 1, expected[N_SAVED + 1])
 
 
 # --- going back -----------------------------------------------------------------------------------
