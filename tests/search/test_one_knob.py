@@ -16,7 +16,6 @@ from ckptz import Budget, Grid, compress
 from ckptz.codec.grid import MAX_SECOND_STEP
 from ckptz.codec.grid_steps import REFERENCE_NOISE, SPREAD_CAP
 from ckptz.codec.moments import Moments
-from ckptz.errors import ConfigError
 from ckptz.search.run import SearchOptions
 from ckptz.search.spaces import SPACES, MultiplierSpace
 from ckptz.search.strategies import (
@@ -246,12 +245,6 @@ def test_no_evaluation_replays_the_parent_and_promises_nothing(folder: Path) -> 
     assert facts["quality"] == []
     assert {t["lossy"]["promise"] for t in facts["tensors"] if t["lossy"]} == {"none"}
     assert any("quality not measured" in note for note in report.notes)
-
-
-def test_no_evaluation_needs_a_parent(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="needs settings from a base or --config"):
-        search(folder / "step-0.safetensors", folder / "0.ckptz", max_evaluations=0)
-    assert not (folder / "0.ckptz").exists()
 
 
 def test_a_search_is_for_grid_and_its_report_replays_it(folder: Path) -> None:

@@ -288,20 +288,6 @@ def test_an_interrupted_search_leaves_the_best_so_far_or_nothing(folder: Path, n
     assert not left_in(folder)
 
 
-def test_a_budget_that_nothing_meets_gives_a_lossless_file_and_exit_code_6(folder: Path) -> None:
-    source, output = folder / "exact.safetensors", folder / "out.ckptz"
-    options = (*KMEANS, "--eval", f"{folder}/evaluate.py:loss", "--budget", "0.00001%")
-    run = ckptz("compress", source, "-o", output, *options, fails=True)
-    assert run.exit_code == 6
-    assert "without loss" in run.stderr
-    assert "no calibration given" not in run.stderr
-    ckptz("verify", output, "--against", source)
-    facts = ckptz("inspect", output, "--json").json
-    assert facts["quality"] == []
-    assert not any(tensor["lossy"] for tensor in facts["tensors"])
-    assert not left_in(folder)
-
-
 def test_gradients_that_are_missing_for_some_tensors_are_named_once(folder: Path) -> None:
     state = model(moments=True)
     for name in ("h.0.up.weight", "h.1.attn.weight"):
