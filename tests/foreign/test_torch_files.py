@@ -85,21 +85,6 @@ def test_a_cut_pickle_that_needs_code_is_damage_or_names_it(form: str, tmp_path:
             torch_files.read(path)
 
 
-def test_the_old_form_is_read(tmp_path: Path) -> None:
-    state = {"w": torch.randn(3, 4), "n": 3}
-    torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    flat = torch_files.read(tmp_path / "old.pt")
-    assert values(flat, "w").tobytes() == state["w"].numpy().tobytes()
-
-
-def test_a_flat_checkpoint_becomes_a_dict_of_tensors(tmp_path: Path) -> None:
-    tensors = flatten({"b": torch.arange(3), "a": torch.randn(2, 2)}).tensors
-    torch_files.write(tmp_path / "out.pt", tensors, None)
-    restored = torch.load(tmp_path / "out.pt", weights_only=True)
-    assert list(restored) == ["b", "a"]
-    assert restored["b"].tolist() == [0, 1, 2]
-
-
 @pytest.fixture
 def small_file(tmp_path: Path) -> Path:
     torch.save({"w": torch.arange(9.0), "lr": 0.5}, tmp_path / "small.pt")
