@@ -53,8 +53,7 @@ def product(a: Any, b: Any) -> Any:
 def eigh(matrix: Any) -> tuple[Any, Any]:
     """Compute eigenvalues, ascending, and eigenvectors of a symmetric matrix, as `numpy.linalg.eigh`."""
     with _turn():
-        values, vectors = np.linalg.eigh(matrix)
-    return values, vectors
+        return np.linalg.eigh(matrix)
 
 
 def least_squares(matrix: Any, target: Any) -> Any:

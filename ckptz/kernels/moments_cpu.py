@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numba import float32, float64, int64, uint8, uint32, uint64
 
-from ckptz.kernels.numba_base import BLOCK, inlined, kernel, summing
+from ckptz.kernels.numba_base import BLOCK, inlined, kernel, part, summing_part
 from ckptz.kernels.values_cpu import _to_f32
 
 EXCEPTION = -(2.0**60)  # level index of an element that no level restores
@@ -26,7 +26,7 @@ def _ordered(pattern: Any, top: Any, mask: Any) -> Any:
     return pattern ^ (mask if pattern & top else top)
 
 
-@kernel
+@part
 def _indices(patterns: Any, predicted: Any, log_levels: Any, indices: Any, nominal: Any) -> None:
     """Compute the level index and the restored pattern of each of the patterns [n].
 
@@ -143,7 +143,7 @@ def log_level_bits(
         bits[k] = sum_bits
 
 
-@summing
+@summing_part
 def _row_product(mantissas: Any) -> float:
     product = 1.0
     for i in range(len(mantissas)):
@@ -151,7 +151,7 @@ def _row_product(mantissas: Any) -> float:
     return product
 
 
-@kernel
+@part
 def _split_floats(patterns: Any, mantissas: Any, bits: Any, exponents: Any, lives: Any) -> None:
     """Split F32 patterns [n] into mantissas in [1, 2), exponents, and whether they are above zero.
 
@@ -171,7 +171,7 @@ def _split_floats(patterns: Any, mantissas: Any, bits: Any, exponents: Any, live
         exponents[i] = exponent
 
 
-@kernel
+@part
 def _fold(products: Any, exponents: Any, lives: Any, columns: Any) -> None:
     for j in range(len(products)):
         columns[0, j] += np.log2(products[j]) + float64(exponents[j])
@@ -244,7 +244,7 @@ def _level(ratio: Any, nearest: Any, largest: Any) -> Any:
     return 0 if ratio < nearest else int64(min(max(np.rint(ratio), 1.0), float64(largest)))
 
 
-@kernel
+@part
 def _near_zero(steps: Any, nearest: Any) -> Any:
     """Return, by label, F32 patterns [n_labels] of magnitudes below which the level is certainly 0."""
     bounds = np.empty(len(steps), np.float32)

@@ -295,17 +295,13 @@ def _add_linear_32(
     terms_f32: Any,
     out: Any,
 ) -> None:
-    n = len(out)
-    for begin in range(0, n, BLOCK):
-        end = begin + BLOCK
-        if end > n:
-            end = n
-        size = end - begin
-        origin, here = base[begin:end], out[begin:end]
+    for begin in range(0, len(out), BLOCK):
+        origin, here = base[begin : begin + BLOCK], out[begin : begin + BLOCK]
+        size = len(here)
         for i in range(size):
             sums[i] = origin[i]
-        own = rows if len(rows) == 1 else rows[begin:end]
-        _lookup(codes[begin:end], own, table, n_codes, terms[:size])
+        own = rows if len(rows) == 1 else rows[begin : begin + BLOCK]
+        _lookup(codes[begin : begin + BLOCK], own, table, n_codes, terms[:size])
         _add_block(sums[:size], sums_f32[:size], terms[:size], terms_f32[:size])
         for i in range(size):
             here[i] = sums[i]
@@ -325,17 +321,14 @@ def _add_linear_16(
     terms_f32: Any,
     out: Any,
 ) -> None:
-    n = len(out)
-    for begin in range(0, n, BLOCK):
-        end = begin + BLOCK
-        if end > n:
-            end = n
-        size = end - begin
-        _to_f32(base[begin:end], kind, sums[:size])
-        own = rows if len(rows) == 1 else rows[begin:end]
-        _lookup(codes[begin:end], own, table, n_codes, terms[:size])
+    for begin in range(0, len(out), BLOCK):
+        here = out[begin : begin + BLOCK]
+        size = len(here)
+        _to_f32(base[begin : begin + BLOCK], kind, sums[:size])
+        own = rows if len(rows) == 1 else rows[begin : begin + BLOCK]
+        _lookup(codes[begin : begin + BLOCK], own, table, n_codes, terms[:size])
         _add_block(sums[:size], sums_f32[:size], terms[:size], terms_f32[:size])
-        _from_f32(sums[:size], kind, out[begin:end])
+        _from_f32(sums[:size], kind, here)
 
 
 def add_linear(

@@ -9,7 +9,7 @@ from numba import int32, uint8, uint16, uint32, uint64
 from numpy.typing import NDArray
 
 from ckptz.kernels import values_cpu, wire_arrays
-from ckptz.kernels.numba_base import inlined, kernel
+from ckptz.kernels.numba_base import inlined, kernel, part
 from ckptz.kernels.values_cpu import pack_codes, unpack_codes
 from ckptz.kernels.wire_arrays import (
     BF16_MAX,
@@ -79,7 +79,7 @@ def _sortable(signed: Any) -> Any:
     return signed ^ ((signed >> int32(31)) & ONE_LESS_31)
 
 
-@kernel
+@part
 def _range(keys: Any) -> Any:
     low, high = np.int32(0x7FFFFFFF), np.int32(-0x80000000)
     for i in range(len(keys)):
@@ -103,7 +103,7 @@ def _bf16_below(pattern: Any) -> Any:
     return uint16(down)
 
 
-@kernel
+@part
 def _scale_of(low: Any, high: Any, n_levels: int, one: Any, one_f32: Any) -> Any:
     """Return offset and scale of a block; `one` and `one_f32` are views of the same word."""
     if high >= int32(INFINITY) or low < int32(-INFINITY):
@@ -130,14 +130,14 @@ def _random(i: Any, low: Any, high: Any) -> Any:
     return np.float32(np.int32((x ^ (x >> uint32(16))) >> uint32(8))) * np.float32(2.0**-24)
 
 
-@kernel
+@part
 def _codes_nearest(values: Any, low_end: Any, inverse: Any, most: Any, out: Any) -> None:
     for i in range(len(values)):
         t = (values[i] * np.float32(DOWN) - low_end) * inverse + np.float32(0.5)
         out[i] = uint8(np.int32(min(t, most)))
 
 
-@kernel
+@part
 def _codes_random(
     values: Any, low_end: Any, inverse: Any, most: Any, begin: int, low: Any, high: Any, out: Any
 ) -> None:
@@ -217,7 +217,7 @@ def dequantize(
 # --- the largest of each sample -----------------------------------------------------------------
 
 
-@kernel
+@part
 def _find(counts: Any, k: Any) -> Any:
     """Find the bucket of the k-th greatest element, and how many of its elements are among the k."""
     bucket = len(counts) - 1
@@ -227,7 +227,7 @@ def _find(counts: Any, k: Any) -> Any:
     return bucket, k
 
 
-@kernel
+@part
 def _threshold(patterns: Any, k: int, coarse: Any, near: Any) -> Any:
     """Find the k-th greatest magnitude, and how many elements equal to it are among the k greatest."""
     coarse[:] = uint32(0)
