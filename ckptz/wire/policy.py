@@ -31,6 +31,12 @@ RICE_BELOW: Final = 0.03  # share of values up to which gaps are tried; above, a
 MAX_BYTES: Final = (1 << 32) - 1
 
 
+def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    if value not in choices:
+        *first, last = map(str, choices)
+        raise ConfigError(f"{name} must be {', '.join(first)} or {last}, got {value!r}")
+
+
 @dataclass(frozen=True, slots=True)
 class Raw:
     """The uncompressed bytes of the tensor."""
@@ -61,10 +67,8 @@ class Uniform:
 
     def __post_init__(self) -> None:
         coerce_numeric_fields(self)
-        if self.bits not in (2, 3, 4, 6, 8):
-            raise ConfigError(f"bits must be 2, 3, 4, 6 or 8, got {self.bits}")
-        if self.scale not in ("block", "sample", "tensor"):
-            raise ConfigError(f"scale must be block, sample or tensor, got {self.scale!r}")
+        _check_choice("bits", self.bits, (2, 3, 4, 6, 8))
+        _check_choice("scale", self.scale, ("block", "sample", "tensor"))
         check_int("block", self.block, 8, 1 << 20)
 
     def __str__(self) -> str:
@@ -92,10 +96,8 @@ class TopK:
         object.__setattr__(self, "values", check_int("values", self.values))
         if not 0 < self.share <= 1:
             raise ConfigError(f"share must be above 0 and at most 1, got {self.share}")
-        if self.values not in (8, 16):
-            raise ConfigError(f"values must be 8 or 16 bits, got {self.values}")
-        if self.index not in ("auto", "bitmap", "rice"):
-            raise ConfigError(f"index must be auto, bitmap or rice, got {self.index!r}")
+        _check_choice("values", self.values, (8, 16))
+        _check_choice("index", self.index, ("auto", "bitmap", "rice"))
 
     def __str__(self) -> str:
         return f"top{self.share:g}-v{self.values}-{self.index}"
@@ -127,8 +129,7 @@ class Tiled:
         coerce_numeric_fields(self)
         if not 2 <= self.bits <= 8 or 16 * self.bits % 1:
             raise ConfigError(f"bits must be 2 to 8 in steps of 1/16, got {self.bits}")
-        if self.tile not in (16, 64, 256):
-            raise ConfigError(f"tile must be 16, 64 or 256, got {self.tile}")
+        _check_choice("tile", self.tile, (16, 64, 256))
 
     def __str__(self) -> str:
         return f"t{self.bits:g}-tile{self.tile}" + "-plain" * (not self.rotate)
@@ -355,10 +356,8 @@ class LinkPolicy:
         for name in ("forward", "backward"):
             if not isinstance(getattr(self, name), Codec):
                 raise ConfigError(f"{name} must be a codec such as Uniform(8), got {getattr(self, name)!r}")
-        if self.rounding not in ("nearest", "stochastic"):
-            raise ConfigError(f"rounding must be nearest or stochastic, got {self.rounding!r}")
-        if self.eval not in ("auto", "same", "raw"):
-            raise ConfigError(f"eval must be auto, same or raw, got {self.eval!r}")
+        _check_choice("rounding", self.rounding, ("nearest", "stochastic"))
+        _check_choice("eval", self.eval, ("auto", "same", "raw"))
         if self.warmup_steps < 0 or self.ef_reset < 0 or not 0 <= self.ef_decay < 1:
             raise ConfigError("warmup_steps and ef_reset must be at least 0, ef_decay 0 to below 1")
         check_int("min_elements", self.min_elements, 1)
