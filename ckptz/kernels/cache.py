@@ -194,10 +194,8 @@ class CachedKernels(caching.FunctionCache):  # type: ignore[misc]
 
     def __init__(self, function: Any) -> None:
         super().__init__(function)
-        self._files = {folder: self._file_in(folder) for folder in readable_folders()}
-
-    def _file_in(self, folder: Path) -> Any:
-        return _CheckedFile(str(folder), self._impl.filename_base, stamp())
+        name = self._impl.filename_base
+        self._files = {folder: _CheckedFile(str(folder), name, stamp()) for folder in readable_folders()}
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """Load the kernel of a signature; None if no folder has it.
@@ -219,11 +217,8 @@ class CachedKernels(caching.FunctionCache):  # type: ignore[misc]
         """Write a kernel to the cache; errors are ignored, since a full disk must not end a command."""
         folder = writable_folder()
         if folder is not None and self._impl.check_cachable(data):
-            file, key, reduced = (
-                self._files[folder],
-                self._index_key(sig, data.codegen),
-                self._impl.reduce(data),
-            )
+            file, reduced = self._files[folder], self._impl.reduce(data)
+            key = self._index_key(sig, data.codegen)
             with contextlib.suppress(OSError):
                 try:
                     file.save(key, reduced)

@@ -62,19 +62,19 @@ def as_patterns(data: Bytes, n_bytes: int) -> Any:
     return data.view(f"<u{n_bytes}")
 
 
-def padded(n_bytes: int) -> int:
-    """Round a number of bytes up to a multiple of `ALIGN`."""
-    return -(-n_bytes // ALIGN) * ALIGN
+def padded(n_bytes: int, align: int = ALIGN) -> int:
+    """Round a number of bytes up to a multiple of `align`."""
+    return -(-n_bytes // align) * align
 
 
-def concat(parts: Sequence[Bytes]) -> Bytes:
-    """Concatenate arrays of bytes, each padded with zeros to a multiple of `ALIGN`."""
-    sizes = [padded(len(part)) for part in parts]
-    out = np.zeros(sum(sizes), np.uint8)
-    offset = 0
-    for part, size in zip(parts, sizes, strict=True):
+def concat(parts: Sequence[Bytes], align: int = ALIGN) -> Bytes:
+    """Concatenate arrays of bytes, each padded with zeros to a multiple of `align`."""
+    if len(parts) == 1 and not len(parts[0]) % align:
+        return parts[0]
+    out, offset = np.zeros(sum(padded(len(part), align) for part in parts), np.uint8), 0
+    for part in parts:
         out[offset : offset + len(part)] = part
-        offset += size
+        offset += padded(len(part), align)
     return out
 
 

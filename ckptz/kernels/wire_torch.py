@@ -72,9 +72,8 @@ def as_patterns(data: Tensor, n_bytes: int) -> Tensor:
     return data.view(PATTERN_TYPES[n_bytes])
 
 
-def concat(parts: Sequence[Tensor]) -> Tensor:
-    padded = [torch.nn.functional.pad(part, (0, -len(part) % ALIGN)) for part in parts]
-    return torch.cat(padded)
+def concat(parts: Sequence[Tensor], align: int = ALIGN) -> Tensor:
+    return torch.cat([torch.nn.functional.pad(part, (0, -len(part) % align)) for part in parts])
 
 
 def unpack(packed: Tensor, n_bits: int, n: int) -> Tensor:

@@ -181,17 +181,6 @@ class _PayloadReader:
         return _from_tiles(k, plan, _peaks(top, steps), widths, codes)
 
 
-def _join(k: Any, parts: Sequence[Array], like: Array, n: int | None = None) -> Array:
-    if n == len(parts[0]):
-        return parts[0]
-    n_bytes, offset = parts[0].itemsize, 0
-    out = k.zeros(n or sum(len(part) for part in parts), n_bytes, like)
-    for part in parts:
-        out[offset : offset + len(part)] = part
-        offset += len(part)
-    return out
-
-
 def _has_nan(scales: Array) -> Condition:
     return ((scales & 0x7F80) == 0x7F80).any()
 
@@ -237,7 +226,7 @@ class _PayloadWriter:
         """Quantize to (ranges and codes, function that computes the decoded values, any not finite)."""
         k, largest = self.k, self.plan.largest
         offsets, scales, codes = k.quantize(values, block, bits, self.seed)
-        ranges = _join(k, [k.as_bytes(offsets), k.as_bytes(scales)], values)
+        ranges = k.concat([k.as_bytes(offsets), k.as_bytes(scales)], 1)
         decoded = functools.partial(k.dequantize, offsets, scales, codes, block, largest)
         return [ranges, codes], decoded, _has_nan(scales)
 
@@ -279,7 +268,7 @@ class _PayloadWriter:
 
     def tiled(self, codec: Tiled, values: Array) -> Payload:
         k, plan = self.k, self.plan
-        tiles = _join(k, [values], values, plan.n_rows * plan.row)
+        tiles = k.as_patterns(k.concat([k.as_bytes(values)], 4 * plan.row), 4)
         if codec.rotate:
             tiles = k.rotate(tiles, codec.tile, False)
         peaks = k.tile_peaks(tiles, codec.tile)
@@ -291,9 +280,9 @@ class _PayloadWriter:
         logs = (peaks * ~bad).reshape(plan.n_rows, -1).sum(1) // (plan.row // codec.tile)
         widths = k.widths_of(logs, plan.n_planes)
         codes = k.tile_codes(tiles, peaks, widths, codec.tile, self.seed)
-        head = [k.as_bytes(k.narrow(top.reshape(1), 2)), k.narrow(steps, 1)]
+        head = k.concat([k.as_bytes(k.narrow(top.reshape(1), 2)), k.narrow(steps, 1)], 1)
         planes = k.pack_rows(codes, widths, plan.row, plan.n_planes)
-        parts = (_join(k, head, codes), k.pack(k.narrow(widths, 1), 4), planes)
+        parts = (head, k.pack(k.narrow(widths, 1), 4), planes)
         return Payload(parts, 0, lambda: _from_tiles(k, plan, peaks, widths, codes), None, bad.any())
 
 
