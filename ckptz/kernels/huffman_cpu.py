@@ -203,25 +203,13 @@ def _fill_entries(lengths: Any, codes: Any, entries: Any) -> None:
 def _five(source: Any, p: Any, entries: Any, out: Any, o: Any) -> Any:
     """Do five lookups from bit `p` on, write their symbols to out[o:], and return the sum of the entries."""
     word = load_64(source, p >> uint64(3)) >> (p & uint64(7))
-    entry = entries[word & ALL_BITS]
-    store_32(out, o, entry >> SYMBOLS_AT)
-    total = entry
-    word >>= entry & uint64(63)
-    entry = entries[word & ALL_BITS]
-    store_32(out, o + ((total >> N_SYMBOLS_AT) & BYTE), entry >> SYMBOLS_AT)
-    total += entry
-    word >>= entry & uint64(63)
-    entry = entries[word & ALL_BITS]
-    store_32(out, o + ((total >> N_SYMBOLS_AT) & BYTE), entry >> SYMBOLS_AT)
-    total += entry
-    word >>= entry & uint64(63)
-    entry = entries[word & ALL_BITS]
-    store_32(out, o + ((total >> N_SYMBOLS_AT) & BYTE), entry >> SYMBOLS_AT)
-    total += entry
-    word >>= entry & uint64(63)
-    entry = entries[word & ALL_BITS]
-    store_32(out, o + ((total >> N_SYMBOLS_AT) & BYTE), entry >> SYMBOLS_AT)
-    return total + entry
+    total = uint64(0)
+    for _ in range(LOOKUPS):
+        entry = entries[word & ALL_BITS]
+        store_32(out, o + ((total >> N_SYMBOLS_AT) & BYTE), entry >> SYMBOLS_AT)
+        total += entry
+        word >>= entry & uint64(63)
+    return total
 
 
 @part
