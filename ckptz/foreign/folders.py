@@ -272,7 +272,7 @@ def open_folder(folder: Path) -> Input:
     with ExitStack() as stack:
         states, notes = _load_states(folder, layout)
         shards, tensors, tree = _read_shards(folder, layout, stack, states)
-        carried, left_out = _find_carried(folder, {*layout.files, layout.index_file, *states})
+        carried, left_out = find_carried(folder, {*layout.files, layout.index_file, *states})
         carried_names = tuple(name for name, _ in carried)
         sharding = Sharding(shards, layout.index_file, layout.index_text, carried_names)
         optimizer_names = {name for shard in shards if shard.file in states for name in shard.tensors}
@@ -293,11 +293,6 @@ def open_folder(folder: Path) -> Input:
         notes=tuple(notes),
         optimizer_names=frozenset(optimizer_names),
     )
-
-
-def carried_in(folder: Path) -> list[Carried]:
-    """List the files of a folder to copy besides its `.ckptz` files, as (relative path, path)."""
-    return _find_carried(folder, set())[0]
 
 
 def packed_in(folder: Path, *, with_plain: bool = False) -> Path | None:
@@ -327,7 +322,7 @@ def _load_states(folder: Path, layout: _Layout) -> tuple[dict[str, Any], list[st
     for file in sorted(entry.name for entry in os.scandir(folder) if entry.is_file()):
         path = folder / file
         is_state = file.endswith(STATE_SUFFIXES) and not is_model_file(file) and file not in layout.files
-        # Files that `_find_carried` leaves out are ignored; weights in a second format are carried.
+        # Files that `find_carried` leaves out are ignored; weights in a second format are carried.
         if not is_state or not (is_shard_name(file) and is_within(path, root)):
             continue
         if not is_torch_file(path):
@@ -410,18 +405,10 @@ def _read_index(folder: Path, index_file: str) -> _Layout:
 
 def _check_weight_map(folder: Path, layout: _Layout, shard_of: Mapping[str, str]) -> None:
     """Require that every tensor of the index is in the shard that it names."""
-    if layout.weight_map is None:
-        return
-    for name, file in layout.weight_map.items():
-        if name not in shard_of:
-            raise CorruptionError(
-                f"{folder / file}: tensor {name!r} is not in this shard, as {layout.index_file} says"
-            )
-        if shard_of[name] != file:
-            raise CorruptionError(
-                f"{folder / file}: tensor {name!r} is in {shard_of[name]}, not here as {layout.index_file} "
-                "says"
-            )
+    for name, file in (layout.weight_map or {}).items():
+        if (found := shard_of.get(name)) != file:
+            where = "not in this shard," if found is None else f"in {found}, not here"
+            raise CorruptionError(f"{folder / file}: tensor {name!r} is {where} as {layout.index_file} says")
 
 
 def _read_shards(
@@ -481,7 +468,7 @@ def _add_names(
         raise CorruptionError(f"{folder / file}: tensor {name!r} is in {shard_of[name]} too")
 
 
-def _find_carried(folder: Path, excluded: set[str | None]) -> tuple[list[Carried], list[str]]:
+def find_carried(folder: Path, excluded: Collection[str | None] = ()) -> tuple[list[Carried], list[str]]:
     """List the files of a folder and its subfolders to copy, and the names of those that are left out.
 
     Left out are links out of the folder, except those of the Hugging Face cache, because a downloaded folder

@@ -23,7 +23,7 @@ import numpy as np
 
 from ckptz.errors import CorruptionError, UnsupportedError, error_context
 from ckptz.foreign.adapters import ADAPTERS_KEY, CONFIG_FILE, WEIGHTS_FILE, key_of, parse_adapters
-from ckptz.foreign.folders import Carried, Input, carried_in, stage_carried
+from ckptz.foreign.folders import Carried, Input, find_carried, stage_carried
 from ckptz.foreign.inputs import STATE, WEIGHTS, open_input
 from ckptz.foreign.torch_files import dump_state
 from ckptz.format.envelope import plain_regions, write_plain
@@ -129,7 +129,7 @@ def open_trainer_folder(
 
     paths = (folder / WEIGHTS, folder / STATE, *sorted(folder.glob(f"rng-*{SUFFIX}")))
     weights, state, *rngs = map(open_file, paths)
-    trainer = TrainerFolder(weights, state, tuple(rngs), tuple(carried_in(folder)))
+    trainer = TrainerFolder(weights, state, tuple(rngs), tuple(find_carried(folder)[0]))
     stale = [
         name
         for name, _ in trainer.carried
