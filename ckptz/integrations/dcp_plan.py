@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from ckptz.codec.histogram import Histogram
 from ckptz.codec.tensor import SideInformation
 from ckptz.errors import CkptzError, ConfigError, UnsupportedError, with_context
+from ckptz.foreign.dcp_index import Piece, ShardFile, StoredObject
 from ckptz.format.dtypes import DTYPE_CODES
 from ckptz.format.sources import TensorSource
 from ckptz.format.values import FLOAT_KINDS
@@ -60,18 +61,6 @@ class Orders:
     dtypes: dict[str, str]  # their dtypes
     exact: frozenset[str]  # names of tensors that are too small to become lossy
     base: Path | None  # folder of the bases; None for full files
-
-
-@dataclass(frozen=True, slots=True)
-class StoredPiece:
-    """The place of one item of a plan; `tree` for a value that is not a tensor."""
-
-    rank: int
-    file: str
-    tensor: str = ""
-    offset: tuple[int, ...] = ()
-    shape: tuple[int, ...] = ()
-    tree: dict[str, Any] | None = None
 
 
 def pieces_in(plan: SavePlan) -> Iterator[PieceLayout]:
@@ -182,15 +171,14 @@ class Gathered:
         )
 
     def result(self, item: WriteItem, rank: int, file: str) -> WriteResult:
-        """Return the location of a written item."""
-        name = item.index.fqn
+        """Return the file and the place of a written item; the coordinator numbers the files."""
+        written = ShardFile(file, rank)
         if item.type == WriteItemType.BYTE_IO:
-            return WriteResult(item.index, 0, StoredPiece(rank, file, tree=self._trees[name]))
+            return WriteResult(item.index, 0, (written, StoredObject(0, self._trees[item.index.fqn])))
         assert item.tensor_data is not None
         chunk, key = item.tensor_data.chunk, self._keys[item.index]
-        stored = StoredPiece(rank, file, key, tuple(chunk.offsets), tuple(chunk.sizes))
-        source = self.tensors[key]
-        return WriteResult(item.index, source.n_bytes, stored)
+        piece = Piece(tuple(chunk.offsets), tuple(chunk.sizes), 0, key)
+        return WriteResult(item.index, self.tensors[key].n_bytes, (written, piece))
 
 
 def own_group(timeout: timedelta = TIMEOUT) -> dist.ProcessGroup | None:

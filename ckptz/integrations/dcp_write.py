@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -26,7 +27,6 @@ from ckptz.foreign.dcp_index import (
     FolderIndex,
     InFolder,
     Piece,
-    ShardFile,
     StoredObject,
     WholeTensor,
     read_index,
@@ -234,16 +234,17 @@ def _tidied(folder: Path, listed: Collection[str]) -> tuple[str, ...]:
 
 
 def _index_of(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> FolderIndex:
-    stored = [(result.index.fqn, result.storage_data) for rank in results for result in rank]
-    files = sorted({(one.rank, one.file) for _, one in stored})
-    numbers = {file: number for number, (_, file) in enumerate(files)}
+    stored = [(result.index.fqn, *result.storage_data) for rank in results for result in rank]
+    files = sorted({file for _, file, _ in stored}, key=lambda file: (file.rank, file.name))
+    numbers = {file: number for number, file in enumerate(files)}
     pieces: dict[str, list[Piece]] = {}
-    objects = {}
-    for name, one in stored:
-        if one.tree is not None:
-            objects[name] = StoredObject(numbers[one.file], one.tree)
+    objects: dict[str, StoredObject] = {}
+    for name, file, place in stored:
+        numbered = msgspec.structs.replace(place, file=numbers[file])
+        if isinstance(numbered, StoredObject):
+            objects[name] = numbered
         else:
-            pieces.setdefault(name, []).append(Piece(one.offset, one.shape, numbers[one.file], one.tensor))
+            pieces.setdefault(name, []).append(numbered)
     tensors = {}
     for name, described in metadata.state_dict_metadata.items():
         if isinstance(described, TensorStorageMetadata):
@@ -253,7 +254,7 @@ def _index_of(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> F
         format="ckptz.dcp",
         version=VERSION,
         ranks=len(results),
-        files=tuple(ShardFile(file, rank) for rank, file in files),
+        files=tuple(files),
         tensors=tensors,
         objects=objects,
         paths=_paths_of(metadata.planner_data),
