@@ -103,11 +103,6 @@ def _overlap(shape: tuple[int, ...], parts: Sequence[Box]) -> str:
     return ""
 
 
-def is_dcp(folder: Path) -> bool:
-    """Return whether torch.distributed.checkpoint wrote the folder."""
-    return (folder / METADATA_FILE).is_file()
-
-
 def dcp_files(folder: Path) -> list[Path]:
     """List the files of a checkpoint: `.metadata` and the shards."""
     return sorted(p for p in folder.iterdir() if p.name == METADATA_FILE or p.suffix == SHARD_SUFFIX)

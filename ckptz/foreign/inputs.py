@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from ckptz.errors import CkptzError, ConfigError, with_context
-from ckptz.foreign.dcp import is_dcp, open_dcp
+from ckptz.foreign.dcp import METADATA_FILE, open_dcp
 from ckptz.foreign.folders import Input as Input
 from ckptz.foreign.folders import check_sharding, is_shard_name, is_within, open_folder, packed_in
 from ckptz.foreign.shards import open_shards
@@ -70,7 +70,7 @@ def open_input(path: Path, search_path: Sequence[Path] = ()) -> Input:
             close = stack.pop_all().close
         stem = stem_of(resolved.shards)
         return Input(str(path), "dcp", stem, tensors, tree=tree, shards=shards, close=close)
-    if is_folder(path) and is_dcp(path):
+    if is_folder(path) and (path / METADATA_FILE).is_file():
         tensors, tree = open_dcp(path)
         return Input(str(path), "dcp", stem_of(path), tensors, tree=tree)
     if is_folder(path):

@@ -23,7 +23,7 @@ from ckptz.format.sources import CHUNK_VALUES, PATTERN_TYPES, Patterns
 
 Dims = tuple[tuple[int, int], ...]  # (size, stride), strides falling
 Shape = tuple[int, ...]
-_Bounds: TypeAlias = tuple[int | None, int | None, int]  # start, stop, step
+_Pick: TypeAlias = tuple[int | None, int | None, int, bool]  # start, stop, step, is the dimension kept
 _MAX_INT: Final = (1 << 31) - 1
 _MAX_STEP: Final = (1 << 63) - 1
 _MAX_BOUND: Final = (1 << 64) - 1
@@ -169,8 +169,8 @@ def _items(index: Any, n_dims: int) -> list[Any]:
     return items if not at else items[: at[0]] + [slice(None)] * missing + items[at[0] + 1 :]
 
 
-def _pick(item: Any, dim: int, size: int) -> int | _Bounds:
-    """Return an item as a nonnegative index, or as start, stop and step of a slice."""
+def _pick(item: Any, dim: int, size: int) -> _Pick:
+    """Return start, stop and step of an item, and whether it is a slice; indices count from the start."""
     if not isinstance(item, slice):
         try:
             number = operator.index(item)
@@ -181,7 +181,8 @@ def _pick(item: Any, dim: int, size: int) -> int | _Bounds:
             raise CkptzError(f"Unsupported slice index at position {dim}: {what}, got {type(item).__name__}")
         if number + size < 0:
             raise CkptzError(f"Invalid index {number} for dimension {dim} of size {size}")
-        return number + size if number < 0 else number
+        number += size if number < 0 else 0
+        return number, number + 1, 1, False
     start = None if item.start is None else _bound(item.start)
     stop = None if item.stop is None else _bound(item.stop)
     step = 1 if item.step is None else operator.index(item.step)
@@ -189,7 +190,7 @@ def _pick(item: Any, dim: int, size: int) -> int | _Bounds:
         raise OverflowError(f"slice step {step} is too large")
     if step < 1:
         raise CkptzError(f"Slice step must be a positive integer, got {step}")
-    return start, stop, step
+    return start, stop, step, True
 
 
 def _bound(value: Any) -> int:
@@ -199,17 +200,17 @@ def _bound(value: Any) -> int:
     return number
 
 
-def _index_text(pick: int | _Bounds) -> str:
-    if isinstance(pick, int):
-        return str(pick)
-    start, stop, step = pick
+def _index_text(pick: _Pick) -> str:
+    start, stop, step, is_slice = pick
+    if not is_slice:
+        return str(start)
     first, last = ("" if bound is None else bound for bound in (start, stop))
     return f"{first}:{last}" if step == 1 else f"{first}:{last}:{step}"
 
 
-def _in_range(pick: int | _Bounds, dim: int, size: int, prefix: str) -> tuple[int, int, int, bool]:
-    """Return (start, stop, step, whether the dimension is kept) of an item; raise if it is out of range."""
-    start, stop, step = (pick, pick + 1, 1) if isinstance(pick, int) else pick
+def _in_range(pick: _Pick, dim: int, size: int, prefix: str) -> tuple[int, int, int, bool]:
+    """Return a pick with both bounds; raise if it is out of range."""
+    start, stop, step, is_kept = pick
     start, stop = start or 0, size if stop is None else stop
     if start >= size or stop > size:
         beyond = start if start >= size else stop - 1
@@ -217,7 +218,7 @@ def _in_range(pick: int | _Bounds, dim: int, size: int, prefix: str) -> tuple[in
         raise CkptzError(f"{prefix}{what}")
     if stop < start:
         raise CkptzError(f"slice {start}:{stop} of dimension {dim} ends before it begins")
-    return start, stop, step, not isinstance(pick, int)
+    return start, stop, step, is_kept
 
 
 # --- arrays of a framework ----------------------------------------------------------------------

@@ -89,19 +89,15 @@ _STATE: Final = re.compile(
 _LAYERS: Final = tuple((re.compile(pattern), layer_type) for pattern, layer_type in _LAYER_PATTERNS)
 
 
-def _split_state(name: str) -> tuple[str, str]:
-    """Return (role, parameter) for a tensor name."""
-    if match := _STATE.fullmatch(name):
-        parameter = match["parameter"] or match["rest"]
-        return _STATE_ROLES[match["word"] or match["first"]], parameter.removeprefix("model.")
-    if name.startswith("optimizer."):
-        return "other", name
-    return "weight", name.removeprefix("model.")
-
-
 def role_of(name: str, shape: Sequence[int], is_float: bool, rules: Iterable[Rule] = ()) -> Role:
     """Return the role of a tensor by name and shape; rules come first, and integers have role "other"."""
-    role, parameter = _split_state(name)
+    if match := _STATE.fullmatch(name):
+        role = _STATE_ROLES[match["word"] or match["first"]]
+        parameter = (match["parameter"] or match["rest"]).removeprefix("model.")
+    elif name.startswith("optimizer."):
+        role, parameter = "other", name
+    else:
+        role, parameter = "weight", name.removeprefix("model.")
     role = role if is_float else "other"
     by_shape = "linear" if len(shape) == 2 else "conv" if len(shape) > 2 else "other"
     lowered = parameter.lower()
