@@ -441,7 +441,7 @@ def _training_job(trainer: Any) -> WriteJob:
 
 
 def _plain(state: Any) -> Any:
-    return to_plain(state, lambda tensor, _: tensor)
+    return to_plain(state)
 
 
 def _guides(

@@ -221,12 +221,12 @@ _TYPES: Final[Mapping[str, _Type]] = {
 _NAME_OF: Final = {cls: name for name, type_ in _TYPES.items() for cls in type_.classes}
 
 
-def to_plain(value: Any, tensor: TensorMap, path: tuple[str, ...] = ()) -> Any:
+def to_plain(value: Any, tensor: TensorMap = lambda tensor, _: tensor, path: tuple[str, ...] = ()) -> Any:
     """Convert a value to plain Python values and tensors; unsupported values are kept, to be rejected later.
 
     Args:
         value: any value.
-        tensor: function of a tensor and its path that returns the tensor to store.
+        tensor: function of a tensor and its path that returns the tensor to store, by default itself.
         path: path of the value.
     """
     if len(path) > MAX_DEPTH:

@@ -129,19 +129,23 @@ class Turns:
 
     A signal handler runs inside the call that it interrupts, so it must neither wait for that call nor change
     its state.
+
+    Args:
+        writer: runs the jobs of these calls; its thread is refused, too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, writer: Background[Any]) -> None:
+        self._writer = writer
         self._lock = threading.RLock()
         self._doing: str | None = None
 
-    def take(self, what: str, writer: Background[Any], call: Callable[[], R]) -> R:
+    def take(self, what: str, call: Callable[[], R]) -> R:
         """Call a function, which messages name `what`, when no other call is running.
 
         Raises:
             ConfigError: the calling thread is inside another call, or is the writer's thread.
         """
-        if writer.is_here:
+        if self._writer.is_here:
             raise ConfigError(
                 f"{what} was called by on_save, on the writer's thread: call it in the training loop"
             )

@@ -10,10 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
+import torch
+from torch import nn
+
 from ckptz.codec.lossless import LOSSLESS
 from ckptz.codec.method import CALIBRATION, Method
 from ckptz.errors import ConfigError, FormatError, MissingBaseError
-from ckptz.guidance.files import Shapes
 from ckptz.guidance.side_information import Calibrated, read_inputs
 from ckptz.hooks.calibration import Calibration
 from ckptz.parallel import Workers
@@ -25,26 +27,35 @@ from ckptz.search.evaluation import is_of_training
 from ckptz.search.run import SearchOptions, SearchReport, SearchRun, search_and_write
 from ckptz.store.resolve import Checkpoint, base_ref
 from ckptz.training.files import LossSettings, StepState, id_of, remembering
+from ckptz.training.state import model_state
 
 # A calibration, a function that returns one, or the path of its file.
 CalibrationLike: TypeAlias = Calibration | Callable[[], Calibration] | str | os.PathLike[str]
 
 
-def calibrated(calibration: CalibrationLike | None) -> Calibrated | None:
+def calibrated(calibration: CalibrationLike | None, model: nn.Module) -> Calibrated | None:
     """Convert a user's calibration for encoders: a callable is called, and sums in memory are copied.
 
     Raises:
-        CalibrationError: no inputs were recorded.
+        CalibrationError: no inputs were recorded, or a tensor does not fit the model; the message names it.
         ConfigError: the callable does not return a calibration.
+        FileNotFoundError: no such file.
     """
     if calibration is None:
         return None
+    recorded: Calibrated
     if isinstance(calibration, str | os.PathLike):
-        return Path(calibration)
-    made = calibration if isinstance(calibration, Calibration) else calibration()
-    if not isinstance(made, Calibration):
-        raise ConfigError(f"calibration must return a ckptz.hooks.Calibration, returned {made!r}")
-    return made.recorded()
+        recorded = Path(calibration)
+    else:
+        made = calibration if isinstance(calibration, Calibration) else calibration()
+        if not isinstance(made, Calibration):
+            raise ConfigError(f"calibration must return a ckptz.hooks.Calibration, returned {made!r}")
+        recorded = made.recorded()
+    live = model_state(model).items()
+    shapes = {name: tuple(value.shape) for name, value in live if isinstance(value, torch.Tensor)}
+    with contextlib.ExitStack() as stack:
+        read_inputs(recorded, shapes, stack, [])
+    return recorded
 
 
 def check_calibration(calibration: CalibrationLike | None, config: Method) -> None:
@@ -62,22 +73,6 @@ def check_calibration(calibration: CalibrationLike | None, config: Method) -> No
         )
     if CALIBRATION not in config.reads:
         raise ConfigError("a calibration guides the grid method only; give config=Grid(...) or a budget")
-
-
-def check_fits(calibration: Calibrated | None, shapes: Shapes) -> None:
-    """Refuse a calibration of another model, by names and shapes.
-
-    Args:
-        calibration: result of `calibrated`.
-        shapes: shapes of the model's tensors by name.
-
-    Raises:
-        CalibrationError: a tensor does not fit; the message names it.
-        FileNotFoundError: no such file.
-    """
-    if calibration is not None:
-        with contextlib.ExitStack() as stack:
-            read_inputs(calibration, shapes, stack, [])
 
 
 class BudgetSearch:
@@ -109,12 +104,6 @@ class BudgetSearch:
         """The method and its fixed settings."""
         return self._options.template
 
-    @property
-    def _kinds(self) -> tuple[FileKind, ...]:
-        """Kinds of the files that the qualities need."""
-        is_whole = any(map(is_of_training, self._options.budgets))
-        return ("weights", "state") if is_whole else ("weights",)
-
     def method(
         self,
         state: StepState,
@@ -137,10 +126,10 @@ class BudgetSearch:
         Raises:
             ConfigError: an evaluation fails, or returns no valid value for the exact tensors.
         """
+        is_of_state = any(map(is_of_training, self._options.budgets))  # as well as of the weights
+        kinds: tuple[FileKind, ...] = ("weights", "state") if is_of_state else ("weights",)
         with contextlib.ExitStack() as stack:
-            opened = {
-                kind: found_base(partial(store.open_base, kind, rule), stack, []) for kind in self._kinds
-            }
+            opened = {kind: found_base(partial(store.open_base, kind, rule), stack, []) for kind in kinds}
             bases = {kind: None if one is None else one[0] for kind, one in opened.items()}
             target = store.local_folder / file.name
             try:
@@ -149,7 +138,7 @@ class BudgetSearch:
                 if not any(bases.values()):
                     raise
                 # A base is damaged: the files will be full files.
-                bases = dict.fromkeys(self._kinds)
+                bases = dict.fromkeys(kinds)
                 report = self._search(state, calibration, target, bases, jobs)
             ids = {kind: id_of(base) for kind, base in bases.items()}
         if report.config is None:

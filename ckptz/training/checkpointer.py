@@ -50,7 +50,6 @@ from ckptz.training.budget_search import (
     CalibrationLike,
     calibrated,
     check_calibration,
-    check_fits,
 )
 from ckptz.training.compare import differences, differences_of_memory, fingerprint, notes_on, shared
 from ckptz.training.curve import Curve
@@ -263,7 +262,7 @@ class Checkpointer:
         self._schedule = Schedule()
         self._curve = Curve(lower_is_better=keep.lower_is_better)
         self._writer: Background[SaveReport] = Background()
-        self._turns = Turns()
+        self._turns = Turns(self._writer)
         is_all_exact = not is_lossless and keep.exact != 0 and keep.by_kind["weights"].is_within(keep.exact)
         self._note_on_keep = (ALL_EXACT,) * is_all_exact
         self._at: int | None = None  # the step that was saved or restored last
@@ -290,10 +289,7 @@ class Checkpointer:
             WriteError: the previous save failed; this step is not saved, and can be tried again.
         """
         step, metric = checked_step(step), None if metric is None else float(check_float("metric", metric))
-        self._in_turn(f"save({step})", lambda: self._save(step, metric))
-
-    def _in_turn(self, what: str, call: Callable[[], T]) -> T:
-        return self._turns.take(what, self._writer, call)
+        self._turns.take(f"save({step})", lambda: self._save(step, metric))
 
     def _save(self, step: int, metric: float | None) -> None:
         start = time.perf_counter()
@@ -301,7 +297,11 @@ class Checkpointer:
         self._store.lock()
         waited = time.perf_counter() - start
         if step == self._at:
-            self._warn_if_changed(step)
+            if self._at_versions != self._versions():
+                what = (
+                    f"step {step} is complete already, and the run has changed since: it is not saved again"
+                )
+                warnings.warn(f"{what}; save it as a later step", RuntimeWarning, stacklevel=5)
             return
         aside = self._make_way(step)
         on_metric = () if metric is None or not self._expected else self._curve.add(step, metric)
@@ -372,7 +372,7 @@ class Checkpointer:
         if self._every is None:
             raise ConfigError("maybe_save needs to know when: give the Checkpointer every=N, or call save")
         step = checked_step(step)
-        self._in_turn(f"maybe_save({step})", functools.partial(self._look, step))
+        self._turns.take(f"maybe_save({step})", functools.partial(self._look, step))
         before = step - 1 if self._seen is None else self._seen
         self._seen = step
         if step % self._every and step // self._every <= before // self._every:
@@ -384,11 +384,6 @@ class Checkpointer:
         """Return the address of each tensor of the run, and how often torch has written to it."""
         parts = [model_state(self.model), *(one.state_dict() for one in self._optimizers)]
         return [(one.data_ptr(), one._version) for one in tensors_in(parts) if not one.is_inference()]
-
-    def _warn_if_changed(self, step: int) -> None:
-        if self._at_versions != self._versions():
-            what = f"step {step} is complete already, and the run has changed since: it is not saved again"
-            warnings.warn(f"{what}; save it as a later step", RuntimeWarning, stacklevel=6)
 
     def _look(self, step: int) -> None:
         """Lock the folder at the first step, and record the weights for momentum correction."""
@@ -413,7 +408,7 @@ class Checkpointer:
         Raises:
             WriteError: the save failed; earlier steps are unchanged.
         """
-        return self._in_turn("wait()", self._wait)
+        return self._turns.take("wait()", self._wait)
 
     def wait_for_staging(self) -> None:
         """Wait until the last save has copied the state to the host.
@@ -422,7 +417,7 @@ class Checkpointer:
         current streams waits for it by itself; code on other streams, or in other processes that map the
         memory, must call this before it changes the state.
         """
-        self._in_turn("wait_for_staging()", self._snapshot.synchronize)
+        self._turns.take("wait_for_staging()", self._snapshot.synchronize)
 
     def _wait(self) -> SaveReport | None:
         writer = self._writer
@@ -437,24 +432,15 @@ class Checkpointer:
         return self._last
 
     def _method(self, step: int) -> tuple[LossSettings, tuple[str, ...]]:
-        """Return the loss settings before a search, and notes; check that the calibration fits the model."""
-        calibration = calibrated(self._calibration)
-        if calibration is not None:
-            live = model_state(self.model).items()
-            shapes = {name: tuple(value.shape) for name, value in live if isinstance(value, torch.Tensor)}
-            check_fits(calibration, shapes)
-        config, is_last, notes = self._config_at(step)
-        return LossSettings(config=config, calibration=calibration, is_last=is_last), notes
+        """Return the loss settings before a search, and notes, which name a schedule whose end is unknown.
 
-    def _config_at(self, step: int) -> tuple[Method, bool, tuple[str, ...]]:
-        """Return the method for the expected number of restarts, doubled whenever these are used up.
-
-        Near the end of the run the steps are finer. Also return whether this is the end; notes name a
-        schedule whose end is unknown.
+        The method is that for the expected number of restarts, doubled whenever these are used up. Near the
+        end of the run the steps are finer.
         """
+        calibration = calibrated(self._calibration, self.model)
         expected = self._expected
         if not expected or self._search is not None:
-            return self._config, False, ()
+            return LossSettings(config=self._config, calibration=calibration), ()
         while expected < self._n_restores:
             expected *= 2
         expected *= 2**self._curve.n_finer
@@ -462,7 +448,7 @@ class Checkpointer:
         is_guided = all(SECOND_MOMENTS & {*own} for own in states if own)
         late_factor, notes = self._schedule.share_of_step(self._optimizers, self.extra.values(), step)
         config = self._config.for_restarts(expected, is_guided=is_guided, late_factor=late_factor)
-        return config, is_end(late_factor), notes
+        return LossSettings(config=config, calibration=calibration, is_last=is_end(late_factor)), notes
 
     def _searched(
         self, search: BudgetSearch, taken: StepState, method: LossSettings, step: int
@@ -484,26 +470,9 @@ class Checkpointer:
         exact, because their values are needed on the host anyway.
         """
         frozen = {} if self._frozen is None else frozen_weights(self.model)
-        state = self._state()
-        state[MODEL] = {name: value for name, value in state[MODEL].items() if name not in frozen}
-        coded: dict[str, CodedSource] = {}
-        is_alone = self._keep.exact == 0 and self._search is None and self._config.is_lossy
-        if is_alone and self._store.next_is_full(self._rule):
-            with Workers(self._restore_jobs) as workers:
-                coded = code_where_they_live(state[MODEL], f"{MODEL}.", config, workers)
-        state[MODEL] = {name: value for name, value in state[MODEL].items() if name not in coded}
-        frozen_id = None if self._frozen is None else self._frozen.of(frozen)
-        taken = self._snapshot.take(state)
-        if self._tracker is not None:
-            taken = with_scalars_together(taken)
-        versions = module_versions(self.model)
-        return StepState(
-            taken, coded, frozen_id, versions, extra_weights=self._extra_weights, hold=self._snapshot.hold
-        )
-
-    def _state(self) -> dict[str, Any]:
-        return {
-            MODEL: model_state(self.model),
+        model = {name: value for name, value in model_state(self.model).items() if name not in frozen}
+        state: dict[str, Any] = {
+            MODEL: model,
             **optimizer_state(self.model, self._optimizers),
             "extra": extra_state(self.extra),
             "rng": random_state(),
@@ -511,6 +480,24 @@ class Checkpointer:
             **({LARGEST: self._schedule.largest} if self._schedule.has_fallen else {}),
             **({} if (curve := self._curve.state()) is None else {CURVE: curve}),
         }
+        coded: dict[str, CodedSource] = {}
+        is_alone = self._keep.exact == 0 and self._search is None and self._config.is_lossy
+        if is_alone and self._store.next_is_full(self._rule):
+            with Workers(self._restore_jobs) as workers:
+                coded = code_where_they_live(model, f"{MODEL}.", config, workers)
+                state[MODEL] = {name: value for name, value in model.items() if name not in coded}
+        frozen_id = None if self._frozen is None else self._frozen.of(frozen)
+        taken = self._snapshot.take(state)
+        if self._tracker is not None:
+            taken = with_scalars_together(taken)
+        return StepState(
+            state=taken,
+            coded=coded,
+            frozen=frozen_id,
+            versions=module_versions(self.model),
+            extra_weights=self._extra_weights,
+            hold=self._snapshot.hold,
+        )
 
     @property
     def _optimizers(self) -> list[Optimizer]:
@@ -526,9 +513,8 @@ class Checkpointer:
         self._snapshot.synchronize()
         notes = [*begun.notes]
         if hold.tensors:
-            notes.append(
-                f"{format_bytes(hold.n_bytes)} were encoded while training waited (max_staging_bytes)"
-            )
+            n_bytes = sum(tensor.nbytes for tensor in hold.tensors.values())
+            notes.append(f"{format_bytes(n_bytes)} were encoded while training waited (max_staging_bytes)")
         try:
             written = self._written(taken, method, metric, begun.step, notes)
         finally:
@@ -564,7 +550,15 @@ class Checkpointer:
         self, state: StepState, method: LossSettings, metric: float | None, step: int, notes: list[str]
     ) -> dict[StepFile, Written]:
         def write(jobs: int) -> dict[StepFile, Written]:
-            writer = StepWriter(state, step, metric, method, self._effort, jobs, self._tracker)
+            writer = StepWriter(
+                state=state,
+                step=step,
+                metric=metric,
+                method=method,
+                effort=self._effort,
+                jobs=jobs,
+                tracker=self._tracker,
+            )
             return writer.write(self._store, self._rule, notes, with_exact=self._keep.exact != 0)
 
         try:
@@ -598,7 +592,7 @@ class Checkpointer:
             FormatError: the newest step is damaged, and all others are too or `fall_back` is False.
             MissingBaseError: the same for a missing base.
         """
-        return self._in_turn("restore_latest()", lambda: self._restore_latest(fall_back))
+        return self._turns.take("restore_latest()", lambda: self._restore_latest(fall_back))
 
     def _restore_latest(self, fall_back: bool) -> int | None:
         self._wait()
@@ -614,20 +608,17 @@ class Checkpointer:
             # Steps without a state file are included.
             self._unreadable = frozenset(one for one in self.weights_steps() if one > step)
             if newest is not None:
-                self._note_fall_back(steps[-1], step, newest)
+                assert self.restored is not None
+                note = (
+                    f"{self._store.name}: step {steps[-1]} cannot be read ({newest}), so step {step} was "
+                    f"restored; the files of step {steps[-1]} are renamed when it is saved again"
+                )
+                self.restored = replace(self.restored, notes=(*self.restored.notes, note))
+                warnings.warn(note, RuntimeWarning, stacklevel=5)
             return step
         if newest is not None:
             raise newest
         return None
-
-    def _note_fall_back(self, newest: int, step: int, error: CkptzError) -> None:
-        assert self.restored is not None
-        note = (
-            f"{self._store.name}: step {newest} cannot be read ({error}), so step {step} was restored; the "
-            f"files of step {newest} are renamed when it is saved again"
-        )
-        self.restored = replace(self.restored, notes=(*self.restored.notes, note))
-        warnings.warn(note, RuntimeWarning, stacklevel=7)
 
     def restore(self, step: int, *, weights_only: bool = False, strict: bool = True) -> int:
         """Restore the run to a step, including random states.
@@ -657,23 +648,19 @@ class Checkpointer:
             raise ConfigError(
                 "strict=False restores weights alone: optimizers need all parameters; add weights_only=True"
             )
-        return self._in_turn(f"restore({step})", lambda: self._restore(step, weights_only, strict))
+        return self._turns.take(f"restore({step})", lambda: self._restore(step, weights_only, strict))
 
     @torch.inference_mode(False)  # training cannot write to tensors that were made in this mode
     def _restore(self, step: int, weights_only: bool = False, strict: bool = True) -> int:
         self._wait()
         check_there(self._store, step, weights_only)
-        read = functools.partial(self._read, strict=strict)
-        read_parts, restored = read_step(self._store, step, weights_only, read)
-        model, versions, rest, missing, unexpected, notes = read_parts
-        is_exact = restored.is_exact and not (missing or unexpected)
-        notes = (*restored.notes, *notes)
-        restored = replace(restored, is_exact=is_exact, missing=missing, unexpected=unexpected, notes=notes)
-        where = f"{self._store.name}: step {step}"
+        read = functools.partial(self._read, step, strict=strict)
+        (model, versions, rest, restored), is_exact, notes = read_step(self._store, step, weights_only, read)
+        is_exact &= restored.is_exact
+        restored = replace(restored, is_exact=is_exact, notes=(*notes, *restored.notes))
+        where, compared = f"{self._store.name}: step {step}", {MODEL: model}
         if rest is not None:
             check_states(self.extra, rest, where)
-        compared = {MODEL: model}
-        if rest is not None:
             compared |= {**comparable(rest, rest), "extra": rest["extra"], "rng": rest["rng"]}
         saved, saved_memory = {name: fingerprint(part) for name, part in compared.items()}, shared(compared)
         parts = [("the model", lambda: load_model(self.model, model, versions))]
@@ -724,20 +711,12 @@ class Checkpointer:
         )
 
     def _read(
-        self, weights: StepReader, state: StepReader | None, strict: bool
-    ) -> tuple[
-        dict[str, Any],
-        dict[str, int],
-        Mapping[str, Any] | None,
-        tuple[str, ...],
-        tuple[str, ...],
-        tuple[str, ...],
-    ]:
+        self, step: int, weights: StepReader, state: StepReader | None, strict: bool
+    ) -> tuple[dict[str, Any], dict[str, int], Mapping[str, Any] | None, Restored]:
         """Read and check a step without changing the run.
 
         Returns:
-            The model's state, versions of modules, other state or None, missing names, unexpected names, and
-            notes.
+            The model's state, versions of modules, other state or None, and what the checks found.
         """
         outline = model_of(weights.outline(), weights)
         outline = with_frozen(self.model, outline, weights.metadata, weights.name, strict=strict)
@@ -749,11 +728,15 @@ class Checkpointer:
         model = model_of(weights.load(self._restore_jobs), weights)
         model |= {name: value for name, value in outline.items() if name not in model}
         model = {name: value for name, value in model.items() if name not in unexpected}
-        if state is None:
-            return model, weights.versions(), None, missing, unexpected, ()
-        rest = rest_of(state.load(self._restore_jobs), state)
-        notes = tuple(bound_first_moments(rest, state.lossy))
-        return model, weights.versions(), rest, missing, unexpected, notes
+        rest = None if state is None else rest_of(state.load(self._restore_jobs), state)
+        found = Restored(
+            step=step,
+            is_exact=not (missing or unexpected),
+            notes=() if rest is None or state is None else tuple(bound_first_moments(rest, state.lossy)),
+            missing=missing,
+            unexpected=unexpected,
+        )
+        return model, weights.versions(), rest, found
 
     def discard_after(self, step: int) -> None:
         """Delete all later steps, to continue from this one.
@@ -761,7 +744,7 @@ class Checkpointer:
         Raises:
             ConfigError: there is no step to continue from, or it is unreadable; nothing is deleted.
         """
-        self._in_turn(f"discard_after({step})", lambda: self._discard_after(check_int("step", step)))
+        self._turns.take(f"discard_after({step})", lambda: self._discard_after(check_int("step", step)))
 
     def _discard_after(self, step: int) -> None:
         self._wait()
@@ -775,7 +758,7 @@ class Checkpointer:
         Raises:
             WriteError: the save failed.
         """
-        self._in_turn("close()", self._close)
+        self._turns.take("close()", self._close)
 
     def _close(self) -> None:
         try:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ckptz.format.bits import xxh64
-from ckptz.training.snapshot import identity_of
+from ckptz.training.snapshot import identity_of, named_tensors
 
 MOST_NOTES: Final = 8  # entries that notes name one by one
 
@@ -57,7 +57,7 @@ def differences(saved: Any, live: Any, name: str = "") -> Iterator[str]:
             yield f"{prefix}{key}: {'not restored' if key in saved else 'was not saved'}"
         for key in filter(live.__contains__, saved):  # in the order of the file, as notes name the first ones
             yield from differences(saved[key], live[key], f"{prefix}{key}")
-    elif _is_list(saved) and _is_list(live) and len(saved) == len(live):
+    elif type(saved) in (list, tuple) and type(live) in (list, tuple) and len(saved) == len(live):
         for i, (one, other) in enumerate(zip(saved, live, strict=True)):
             yield from differences(one, other, f"{name}.{i}")
     elif type(saved) is not type(live) or repr(saved) != repr(live):
@@ -69,18 +69,10 @@ def differences(saved: Any, live: Any, name: str = "") -> Iterator[str]:
 def shared(value: Any) -> list[frozenset[str]]:
     """Return the names of the tensors of a nested value that have the same memory, in groups."""
     names: dict[object, set[str]] = {}
-    for name, tensor in _named_tensors(value, ""):
+    for name, tensor in named_tensors(value):
         if tensor.layout == torch.strided and tensor.numel():
             names.setdefault(identity_of(tensor), set()).add(name)
     return [frozenset(group) for group in names.values()]
-
-
-def _named_tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield name, value
-    items = value.items() if isinstance(value, Mapping) else enumerate(value) if _is_list(value) else ()
-    for key, item in items:
-        yield from _named_tensors(item, f"{name}.{key}" if name else str(key))
 
 
 def differences_of_memory(saved: Sequence[frozenset[str]], live: Sequence[frozenset[str]]) -> Iterator[str]:
@@ -100,10 +92,6 @@ def differences_of_memory(saved: Sequence[frozenset[str]], live: Sequence[frozen
         for group in one:
             first, *more = sorted(group & group_of.keys()) or ("",)
             yield from (f"{name}: {what.format(first)}" for name in more if name not in group_of[first])
-
-
-def _is_list(value: Any) -> bool:
-    return type(value) in (list, tuple)
 
 
 def _shown(value: Any) -> str:

@@ -8,7 +8,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, BinaryIO, Final
 
 import msgspec
@@ -86,22 +85,17 @@ class LossSettings:
     bases: Mapping[FileKind, str | None] = field(default_factory=dict)
     is_last: bool = False
 
-    def against(self, kind: FileKind, base: Checkpoint | None) -> LossSettings:
-        """Return the loss settings of a file with this base."""
-        if kind not in self.bases or self.bases[kind] == id_of(base):
-            return self
-        return LossSettings(config=LOSSLESS)
-
 
 def id_of(base: Checkpoint | None) -> str | None:
     """Return the content id of a base."""
     return None if base is None else base.content_id()
 
 
+@dataclass(kw_only=True)
 class StepState:
     """A snapshot as the tensors of the two files of a step.
 
-    Args:
+    Attributes:
         state: the nested state; weights under `MODEL`, parts of the state file under other keys.
         coded: weights that were encoded on their device, by name; they are not in `state`.
         frozen: content id of frozen weights that are left out, or None.
@@ -109,8 +103,6 @@ class StepState:
         prefix: prefix of weight names in the file.
         extra_weights: patterns of extras that are weights; see `Checkpointer`.
         hold: tensors of `state` that are read in place while training waits.
-
-    Attributes:
         metadata: metadata of the weights file.
         weights: tensors and tree of the weights file.
         rest: tensors and tree of the state file.
@@ -122,33 +114,37 @@ class StepState:
         ConfigError: a pattern of `extra_weights` matches no tensor.
     """
 
-    def __init__(
-        self,
-        state: Mapping[str, Any],
-        coded: Mapping[str, TensorSource] = MappingProxyType({}),
-        frozen: str | None = None,
-        versions: Mapping[str, int] = MappingProxyType({}),
-        prefix: str = f"{MODEL}.",
-        extra_weights: Sequence[str] = (),
-        hold: Hold | None = None,
-    ) -> None:
-        self._given = state, coded, frozen, versions
-        self.hold = Hold() if hold is None else hold
-        self._extra_weights = extra_weights
-        self.prefix = prefix
-        self.metadata = {} if frozen is None else {FROZEN_KEY: frozen}
-        self.metadata |= {VERSIONS_KEY: json.dumps(dict(versions))} if versions else {}
+    state: Mapping[str, Any]
+    coded: Mapping[str, TensorSource]
+    frozen: str | None
+    versions: dict[str, int]
+    prefix: str = f"{MODEL}."
+    extra_weights: Sequence[str]
+    hold: Hold
+    metadata: dict[str, str] = field(init=False)
+    weights: WriteJob = field(init=False)
+    rest: WriteJob = field(init=False)
+    copies: dict[str, str] = field(init=False)
+    roles: dict[str, Role] = field(init=False)
+
+    def __post_init__(self) -> None:
+        prefix = self.prefix
+        self.metadata = {} if self.frozen is None else {FROZEN_KEY: self.frozen}
+        self.metadata |= {VERSIONS_KEY: json.dumps(self.versions)} if self.versions else {}
         self.metadata |= {} if prefix else {NAMES_KEY: "own"}
-        more = {f"{prefix}{name}": source for name, source in coded.items()}
-        uncoded = _part({MODEL: state[MODEL]}, prefix)
+        more = {f"{prefix}{name}": source for name, source in self.coded.items()}
+        uncoded = _part({MODEL: self.state[MODEL]}, prefix)
         self.weights = replace(uncoded, tensors={**with_live(uncoded.tensors, self.hold), **more})
-        rest = _part({name: value for name, value in state.items() if name != MODEL})
+        rest = _part({name: value for name, value in self.state.items() if name != MODEL})
         self.rest = replace(rest, tensors=with_live(rest.tensors, self.hold))
-        self.roles = dict(_weight_roles(self.weights.tensors, prefix)) | dict(
-            moment_roles(state.get(OPTIMIZER, {}), self.rest.tensors)
-        )
+        self.roles = {
+            name: Role("weight", name.removeprefix(prefix), role_of(name, source.shape, True).layer_type)
+            for name, source in self.weights.tensors.items()
+            if source.dtype.is_float
+        }
+        self.roles |= moment_roles(self.state.get(OPTIMIZER, {}), self.rest.tensors)
         own = {name.removeprefix(prefix): source for name, source in self.weights.tensors.items()}
-        named, trained = named_in(self.rest.tensors, extra_weights), self.trained
+        named, trained = named_in(self.rest.tensors, self.extra_weights), self.trained
         self.copies = copied(named, own, [name for name in own if name in trained])
         for name, parameter in self.copies.items():
             layer_type = role_of(parameter, named[name].shape, True).layer_type
@@ -161,9 +157,7 @@ class StepState:
         names = [name.removeprefix(self.prefix) for name in self.weights.tensors]
         n_found = {p: sum(f"{p}{name}" in base.tensors for name in names) for p in (f"{MODEL}.", "")}
         prefix = max(n_found, key=lambda p: n_found[p])
-        return (
-            self if prefix == self.prefix else StepState(*self._given, prefix, self._extra_weights, self.hold)
-        )
+        return self if prefix == self.prefix else replace(self, prefix=prefix)
 
     @property
     def optimizer(self) -> dict[str, TensorSource]:
@@ -180,7 +174,7 @@ class StepState:
         """Weights with their optimizer state, by parameter."""
         n, weights = len(self.prefix), self.weights.tensors
         by_parameter = {name[n:]: source for name, source in weights.items()}
-        return trained_weights(self._given[0], by_parameter, self.rest.tensors, self.prefix)
+        return trained_weights(self.state, by_parameter, self.rest.tensors, self.prefix)
 
     def job(self, part: WriteJob, method: LossSettings) -> WriteJob:
         """Make the job of one of the two files.
@@ -200,13 +194,6 @@ class StepState:
         )
 
 
-def _weight_roles(weights: Mapping[str, TensorSource], prefix: str) -> Iterator[tuple[str, Role]]:
-    for name, source in weights.items():
-        if source.dtype.is_float:
-            layer_type = role_of(name, source.shape, is_float=True).layer_type
-            yield name, Role("weight", name.removeprefix(prefix), layer_type)
-
-
 def moment_roles(
     optimizer: Mapping[str, Any], tensors: Mapping[str, TensorSource]
 ) -> Iterator[tuple[str, Role]]:
@@ -220,10 +207,11 @@ def moment_roles(
                 yield name, role if BASES.isdisjoint(state) else replace(role, role="other")
 
 
+@dataclass(kw_only=True)
 class StepWriter:
     """Writes the files of one snapshot into a store.
 
-    Args:
+    Attributes:
         state: the snapshot.
         step: the step.
         metric: metric of the step, or None.
@@ -233,21 +221,15 @@ class StepWriter:
         tracker: tracker of weight updates for momentum correction, or None.
     """
 
-    def __init__(
-        self,
-        state: StepState,
-        step: int,
-        metric: float | None,
-        method: LossSettings,
-        effort: EffortName,
-        jobs: int,
-        tracker: UpdateTracker | None = None,
-    ) -> None:
-        self._tracker = tracker
-        self._state, self._step, self._metric, self._method = state, step, metric, method
-        self._effort, self._jobs = effort, jobs
-        self._notes: dict[FileKind, list[str]] = {}
-        self._written: dict[FileKind, WriteJob] = {}
+    state: StepState
+    step: int
+    metric: float | None
+    method: LossSettings
+    effort: EffortName
+    jobs: int
+    tracker: UpdateTracker | None
+    _notes: dict[FileKind, list[str]] = field(default_factory=dict, init=False)
+    _written: dict[FileKind, WriteJob] = field(default_factory=dict, init=False)
 
     def write(
         self, store: StepStore, rule: ChainRule, notes: list[str], *, with_exact: bool
@@ -264,14 +246,14 @@ class StepWriter:
             OSError: the disk is full or fails; nothing is published.
             FormatError, MissingBaseError: a lossy file cannot be read back for its residual; the same.
         """
-        weights_file, state_file = StepFile(self._step, "weights"), StepFile(self._step, "state")
+        weights_file, state_file = StepFile(self.step, "weights"), StepFile(self.step, "state")
         folder, exact = store.local_folder, dict[StepFile, Written]()
-        with store.publishing(self._step, notes) as files, files.file(folder / weights_file.name) as sink:
+        with store.publishing(self.step, notes) as files, files.file(folder / weights_file.name) as sink:
             with files.file(folder / state_file.name) as state_sink:
                 write_state = functools.partial(self._write_state, state_sink)
                 state = store.write_against_base("state", state_sink, write_state, rule, notes)
-            if not (self._method.config.is_lossy or self._state.hold.has_weights):
-                self._state.hold.release()  # lossy weights and residuals read optimizer state again
+            if not (self.method.config.is_lossy or self.state.hold.has_weights):
+                self.state.hold.release()  # lossy weights and residuals read optimizer state again
             state_path = Path(state_sink.name)
             with contextlib.ExitStack() as stack:
                 restored = None
@@ -304,23 +286,29 @@ class StepWriter:
         self, sink: BinaryIO, restored: Checkpoint | None, base: Checkpoint | None, position: int
     ) -> Written:
         """Write the weights; `restored` is the state file, or None if it is lossless."""
-        state = self._state.like(base)
+        state = self.state.like(base)
         metadata = {POSITION_KEY: str(position), **state.metadata}
-        if self._metric is not None:
-            metadata[METRIC_KEY] = repr(self._metric)
+        if self.metric is not None:
+            metadata[METRIC_KEY] = repr(self.metric)
         method = self._against("weights", base)
         job = replace(state.job(state.weights, method), quality=method.quality, metadata=metadata)
-        if self._tracker is not None and not method.is_last:
-            momentum = Momentum(self._tracker, self._step, state.with_optimizers, lossy_tensors(restored))
+        if self.tracker is not None and not method.is_last:
+            momentum = Momentum(self.tracker, self.step, state.with_optimizers, lossy_tensors(restored))
             job = replace(job, momentum=momentum)
         return self._write("weights", sink, against(job, base))
 
     def _write_state(self, sink: BinaryIO, base: Checkpoint | None, position: int) -> Written:
         method = self._against("state", base)
         quality = method.quality if method.config.loses_state else ()
-        job = self._state.job(self._state.rest, method)
+        job = self.state.job(self.state.rest, method)
+        trained = self.state.with_optimizers
+        of_moments = (
+            bounds_of(trained)
+            if self.tracker is None
+            else Momentum(self.tracker, self.step, trained).guides()
+        )
         with contextlib.ExitStack() as stack:
-            guides = {**self._guides(), **self._guides_of_copies(method, stack)}
+            guides = {**of_moments, **self._guides_of_copies(method, stack)}
             metadata = {POSITION_KEY: str(position)}
             job = replace(job, guides=guides, beside={}, quality=quality, metadata=metadata)
             return self._write("state", sink, against(job, base))
@@ -329,7 +317,7 @@ class StepWriter:
         self, method: LossSettings, stack: contextlib.ExitStack
     ) -> dict[str, SideInformation]:
         """Return the side information of copies of weights, which is that of the weights."""
-        state = self._state
+        state = self.state
         if not state.copies or not method.config.is_lossy:
             return {}
         files = SideInformationFiles(calibration=method.calibration)
@@ -338,13 +326,6 @@ class StepWriter:
         guides, _ = guides_of(live, roles, method.config, files, stack)
         owned = {name: guides.get(f"{state.prefix}{parameter}") for name, parameter in state.copies.items()}
         return {name: guide for name, guide in owned.items() if guide is not None}
-
-    def _guides(self) -> dict[str, SideInformation]:
-        """Return the side information of first moments, by name."""
-        trained = self._state.with_optimizers
-        if self._tracker is None:
-            return bounds_of(trained)
-        return Momentum(self._tracker, self._step, trained).guides()
 
     def _write_exact(
         self, file: StepFile, sink: BinaryIO, lossy: Checkpoint, metadata: Mapping[str, str]
@@ -359,14 +340,16 @@ class StepWriter:
         return self._write(file.kind, sink, residual_job(job, lossy, file.name, {**metadata, **known}))
 
     def _against(self, kind: FileKind, base: Checkpoint | None) -> LossSettings:
-        method = self._method.against(kind, base)
-        is_other = method is not self._method
-        self._notes[kind] = [f"{kind}: stored without loss: its base is not the one of the search"] * is_other
-        return method
+        """Return the loss settings of a file with this base."""
+        self._notes[kind] = []
+        if kind not in self.method.bases or self.method.bases[kind] == id_of(base):
+            return self.method
+        self._notes[kind].append(f"{kind}: stored without loss: its base is not the one of the search")
+        return LossSettings(config=LOSSLESS)
 
     def _write(self, kind: FileKind, sink: BinaryIO, job: WriteJob) -> Written:
-        self._written[kind] = job = replace(job, step=self._step, effort=self._effort)
-        with Workers(self._jobs) as workers:
+        self._written[kind] = job = replace(job, step=self.step, effort=self.effort)
+        with Workers(self.jobs) as workers:
             written = write(sink, job, workers)
         self._notes[kind] += written.notes
         return written
@@ -471,16 +454,6 @@ class StepReader:
         self.lossy_id = self.metadata.get(EXACT_OF_KEY, index.content_id)
         self.lossy = frozenset(tensor.name for tensor in index.tensors if tensor.lossy is not None)
 
-    @property
-    def is_exact(self) -> bool:
-        """Return whether no tensor of the file is lossy."""
-        return not self.lossy
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(s.n_bytes for s in self._container.tensors.values())
-
     def versions(self) -> dict[str, int]:
         """Return the versions of modules by name.
 
@@ -510,7 +483,7 @@ class StepReader:
             LimitError: it does not fit into memory.
             FormatError: the file is damaged.
         """
-        check_limit(self.n_bytes, None, self.name)
+        check_limit(tensor_bytes(self._container.tensors), None, self.name)
         return self._assembled(dict(read_tensors(self._container.tensors, _HOST, jobs)))
 
     def _assembled(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -531,7 +504,12 @@ class StepReader:
         self, leaf: object, tensors: Mapping[str, torch.Tensor], storages: Sequence[Sequence[str]]
     ) -> Any:
         if isinstance(leaf, TensorRef):
-            return _with_strides(tensors[leaf.name], leaf)
+            tensor = tensors[leaf.name]
+            if leaf.strides is None:
+                return tensor
+            check_strides(leaf, tuple(tensor.shape))  # which are those of the memory order when it was saved
+            made = torch.empty_strided(tensor.shape, leaf.strides, dtype=tensor.dtype, device=tensor.device)
+            return made.copy_(tensor)
         if isinstance(leaf, View) and len(storages[leaf.storage]) == 1:  # see `with_scalars_together`
             numbers = tensors[storages[leaf.storage][0]]
             is_one = leaf.shape == () and numbers.ndim == 1 and leaf.offset < len(numbers)
@@ -542,12 +520,3 @@ class StepReader:
         if isinstance(leaf, DTypeName) and isinstance(getattr(torch, leaf.name, None), torch.dtype):
             return getattr(torch, leaf.name)
         raise UnsupportedError(f"{self.name}: no Checkpointer wrote this; restore it with ckptz restore")
-
-
-def _with_strides(tensor: torch.Tensor, ref: TensorRef) -> torch.Tensor:
-    """Return a decoded tensor in the memory order in which it was saved."""
-    if ref.strides is None:
-        return tensor
-    check_strides(ref, tuple(tensor.shape))
-    made = torch.empty_strided(tensor.shape, ref.strides, dtype=tensor.dtype, device=tensor.device)
-    return made.copy_(tensor)

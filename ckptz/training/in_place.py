@@ -54,19 +54,21 @@ class InPlace:
             n = min(len(now), len(saved))
             now[:] = [*map(self._value, now[:n], saved[:n]), *saved[n:]]
             return now
-        if type(saved) is np.ndarray and type(now) is np.ndarray and self._fits_array(now, saved):
-            self._written.add(id(now))
-            np.copyto(now, saved)
-            return now
+        if type(saved) is np.ndarray and type(now) is np.ndarray:
+            is_alike = (now.dtype, now.shape) == (saved.dtype, saved.shape)
+            if is_alike and now.flags.writeable and id(now) not in self._written:
+                self._written.add(id(now))
+                np.copyto(now, saved)
+                return now
         return saved
-
-    def _fits_array(self, now: np.ndarray[Any, Any], saved: np.ndarray[Any, Any]) -> bool:
-        is_alike = (now.dtype, now.shape) == (saved.dtype, saved.shape)
-        return is_alike and now.flags.writeable and id(now) not in self._written
 
     def _tensor(self, now: Any, saved: torch.Tensor) -> torch.Tensor:
         if (identity := identity_of(saved)) not in self._made:
-            self._made[identity] = self._written_to(now, saved) if self._fits(now, saved) else saved
+            self._made[identity] = saved
+            if self._fits(now, saved):
+                self._written.add(identity_of(now))
+                with torch.no_grad():
+                    self._made[identity] = now.copy_(saved)
         return self._made[identity]
 
     def _fits(self, now: Any, saved: torch.Tensor) -> bool:
@@ -76,11 +78,6 @@ class InPlace:
         is_shared = now.untyped_storage().data_ptr() in self._others
         is_free = not (is_shared or identity_of(now) in self._written)
         return forms[0] == forms[1] and is_free and not now.is_inference()
-
-    def _written_to(self, now: torch.Tensor, saved: torch.Tensor) -> torch.Tensor:
-        self._written.add(identity_of(now))
-        with torch.no_grad():
-            return now.copy_(saved)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -34,11 +34,6 @@ class Hold:
         self._is_revoked = False
         self._released = Task(lambda: None)
 
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of the tensors that were not copied."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
-
     def wait(self) -> None:
         """Wait until the writer has read all tensors; an interrupt ends the wait and the save."""
         if not self.tensors:

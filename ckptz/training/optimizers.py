@@ -15,7 +15,7 @@ strides and device that it had.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -26,7 +26,7 @@ from ckptz.errors import ConfigError, CorruptionError
 from ckptz.guidance.momentum_decay import decay_of
 from ckptz.state.modules import names_without_wrappers
 from ckptz.state.torch import from_plain, on_device, to_plain
-from ckptz.training.snapshot import identity_of
+from ckptz.training.snapshot import identity_of, named_tensors
 from ckptz.training.state import entries_of
 
 MORE, DEVICES = "optimizers", "devices"
@@ -52,13 +52,18 @@ def optimizer_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[s
         name_of = dict(zip(numbers, own_names, strict=True))
         named, loose = _split(saved[STATE], name_of, type(optimizer).__name__)
         state["optimizer"] |= named
-        state["groups"] += [_plain_group(group, name_of) for group in saved[GROUPS]]
+        for group in saved[GROUPS]:
+            options = {key: to_plain(value) for key, value in group.items()}
+            state["groups"].append(options | {PARAMS: [name_of[number] for number in group[PARAMS]]})
         state["classes"].append(type(optimizer).__name__)
-        other = {key: _plain(value) for key, value in saved.items() if key not in (STATE, GROUPS)}
+        other = {key: to_plain(value) for key, value in saved.items() if key not in (STATE, GROUPS)}
         more.append({"n_groups": len(saved[GROUPS]), "loose": loose, "other": other})
         for name, parameter in zip(own_names, _parameters(optimizer), strict=True):
-            if elsewhere := _elsewhere(named.get(name, {}), parameter.device):
-                devices[name] = elsewhere
+            leaves = named_tensors(named.get(name, {}))
+            # Tensors of one number are left out: `load_state_dict` decides where counters belong.
+            places = {path: one.device for path, one in leaves if one.ndim and one.device != parameter.device}
+            if places:
+                devices[name] = {path: device.type for path, device in places.items()}
     _check_apart(state)
     is_told_by_members = len(more) <= 1 or all(group[PARAMS] for group in state["groups"])
     if not is_told_by_members or any(one["loose"] or one["other"] for one in more):
@@ -75,7 +80,7 @@ def _check_apart(state: Mapping[str, Any]) -> None:
         ConfigError: two tensors overlap in memory, and are not the same.
     """
     spans: dict[int, list[tuple[int, int, bool, str, torch.Tensor]]] = {}
-    for name, tensor in _leaves({key: state[key] for key in ("optimizer", "groups")}):
+    for name, tensor in named_tensors({key: state[key] for key in ("optimizer", "groups")}):
         if tensor.layout != torch.strided or not tensor.numel() or tensor.device.type == "meta":
             continue
         n_spanned = tensor.numel()
@@ -109,9 +114,9 @@ def _split(
     for key, value in states.items():
         if key in name_of and isinstance(value, dict):
             if value:
-                named[name_of[key]] = _plain(value)
+                named[name_of[key]] = to_plain(value)
         elif isinstance(key, str | int):
-            loose.append([name_of.get(key, key), _plain(value)])
+            loose.append([name_of.get(key, key), to_plain(value)])
         else:
             what = f"{class_name}: its state has the key {key!r}, which is no name, number or parameter"
             raise ConfigError(f"{what}; ckptz cannot keep it")
@@ -182,37 +187,6 @@ def _state_dict_of(optimizer: Optimizer) -> dict[str, Any]:
             "number for each parameter); save it as extra={'optimizer': optimizer}, and pass optimizer=None"
         )
     return dict(saved)
-
-
-def _plain(value: Any) -> Any:
-    return to_plain(value, lambda tensor, _: tensor)
-
-
-def _plain_group(group: Mapping[str, Any], name_of: Mapping[Any, str]) -> dict[str, Any]:
-    """Return a parameter group in plain values, with names for numbers."""
-    options = {key: _plain(value) for key, value in group.items()}
-    return options | {PARAMS: [name_of[number] for number in group[PARAMS]]}
-
-
-def _leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a nested value with their dotted paths."""
-    if isinstance(value, torch.Tensor):
-        yield ".".join(path), value
-    items = value.items() if isinstance(value, dict) else enumerate(value) if _is_list(value) else ()
-    for key, item in items:
-        yield from _leaves(item, (*path, str(key)))
-
-
-def _is_list(value: Any) -> bool:
-    return type(value) in (list, tuple)
-
-
-def _elsewhere(state: Mapping[str, Any], device: torch.device) -> dict[str, str]:
-    """Return the device types of the tensors of one parameter's state that are not on the parameter's device.
-
-    Tensors of one number are left out: `load_state_dict` decides where counters belong.
-    """
-    return {path: one.device.type for path, one in _leaves(state) if one.ndim and one.device != device}
 
 
 # --- and back ------------------------------------------------------------------------------------
@@ -439,7 +413,7 @@ def _unshared(value: Any, scalars: dict[Any, torch.Tensor]) -> Any:
         return value if value.ndim else scalars.setdefault(identity_of(value), value.clone())
     if isinstance(value, dict):
         return type(value)((key, _unshared(item, scalars)) for key, item in value.items())
-    return type(value)(_unshared(item, scalars) for item in value) if _is_list(value) else value
+    return type(value)(_unshared(item, scalars) for item in value) if type(value) in (list, tuple) else value
 
 
 _HELD: Final = object()  # stands for a value that is held back
@@ -452,7 +426,7 @@ def _held_back(value: Any) -> Any:
     """
     if type(value) is dict:
         return {key: _held_back(item) for key, item in value.items()}
-    if _is_list(value):
+    if type(value) in (list, tuple):
         return type(value)(map(_held_back, value))
     is_rebuilt = isinstance(value, Iterable) and not isinstance(value, torch.Tensor)
     return _HELD if is_rebuilt else value
@@ -480,7 +454,7 @@ def _put_back(state: Any, parameter: torch.Tensor, saved: Any, devices: Mapping[
         if isinstance(value, dict) and isinstance(now, dict):
             for key in value.keys() & now.keys():
                 now[key] = placed(value[key], now[key], (*path, str(key)))
-        elif _is_list(value) and type(now) is type(value) and len(now) == len(value):
+        elif type(value) in (list, tuple) and type(now) is type(value) and len(now) == len(value):
             items = enumerate(zip(value, now, strict=True))
             return type(value)(placed(one, other, (*path, str(i))) for i, (one, other) in items)
         return now

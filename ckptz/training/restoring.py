@@ -61,7 +61,7 @@ def check_there(store: StepStore, step: int, weights_only: bool) -> None:
 
 def read_step(
     store: StepStore, step: int, weights_only: bool, read: Callable[[StepReader, StepReader | None], T]
-) -> tuple[T, Restored]:
+) -> tuple[T, bool, tuple[str, ...]]:
     """Read a step from its residual files if they exist and are intact, else from its lossy files.
 
     Args:
@@ -72,7 +72,7 @@ def read_step(
             residual file is damaged.
 
     Returns:
-        The result of `read`, and a description of the restored step.
+        The result of `read`, whether no file is lossy, and notes for the user.
 
     Raises:
         CorruptionError: the files do not belong together.
@@ -83,7 +83,7 @@ def read_step(
 
     def read_all(files: Sequence[StepFile]) -> tuple[T, bool]:
         with _opened(store, files) as readers:
-            inexact = [reader for reader in readers if not reader.is_exact]
+            inexact = [reader for reader in readers if reader.lossy]
             if inexact and files is exact:
                 raise MissingBaseError(f"{inexact[0].name}: the file that makes it exact is not here")
             return read(readers[0], readers[1] if readers[1:] else None), not inexact
@@ -93,7 +93,7 @@ def read_step(
         note = None if is_exact else f"step {step} is lossy: it has no residual files"
     else:
         (parts, is_exact), note = with_fallback(exact, lossy, read_all, f"{store.name}: step {step} is")
-    return parts, Restored(step=step, is_exact=is_exact, notes=() if note is None else (note,))
+    return parts, is_exact, () if note is None else (note,)
 
 
 @contextlib.contextmanager

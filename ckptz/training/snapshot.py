@@ -6,6 +6,7 @@ training stream waits for them on the device, and the host does not wait.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -76,11 +77,6 @@ class Snapshot:
         self._max_bytes = max_bytes
         self._buffers: dict[Key, torch.Tensor] = {}
         self._done: list[torch.cuda.Event] = []
-
-    @property
-    def n_bytes(self) -> int:
-        """Host memory that the buffers take."""
-        return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def take(self, state: Any) -> Any:
         """Copy the tensors of a nested state; tied tensors stay tied.
@@ -165,11 +161,16 @@ class _Copying:
     def _buffer(self, tensor: torch.Tensor, path: Key) -> torch.Tensor:
         spare = self._spare.get(path)
         is_pinned = tensor.device.type == "cuda"
-        strides = _strides_of(tensor, path)
+        # The strides of weights are not needed, because a restore copies them into the model's memory. Of
+        # others, such as channels-last moments, `empty_like` preserves the order of dense elements.
+        is_weight = bool(path) and path[0] == (str, MODEL)
+        meta = torch.device("meta")
+        like = torch.empty(tensor.shape, device=meta) if is_weight else torch.empty_like(tensor, device=meta)
+        strides = like.stride()
         wanted = tensor.dtype, tensor.shape, strides, is_pinned
         if spare is not None and (spare.dtype, spare.shape, spare.stride(), spare.is_pinned()) == wanted:
             return spare
-        if is_pinned or strides != torch.empty(tensor.shape, device="meta").stride():
+        if is_pinned or strides != torch.empty(tensor.shape, device=meta).stride():
             return torch.empty_strided(
                 tensor.shape, strides, dtype=tensor.dtype, device="cpu", pin_memory=is_pinned
             )
@@ -177,17 +178,6 @@ class _Copying:
             dtype_of(DTYPE_CODES[_name_of(tensor.dtype)]), tuple(tensor.shape)
         )[0]
         return made
-
-
-def _strides_of(tensor: torch.Tensor, path: Key) -> tuple[int, ...]:
-    """Return the strides of a buffer: those of a dense tensor, such as a channels-last moment, or row-major.
-
-    The strides of weights are not needed, because a restore copies them into the model's memory.
-    """
-    is_weight = bool(path) and path[0] == (str, MODEL)
-    # `empty_like` preserves the order of dense elements.
-    like = torch.empty(tensor.shape, device="meta") if is_weight else torch.empty_like(tensor, device="meta")
-    return like.stride()
 
 
 def identity_of(tensor: torch.Tensor) -> object:
@@ -199,6 +189,16 @@ def identity_of(tensor: torch.Tensor) -> object:
         return id(tensor)
     place = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
     return *place, tensor.is_conj(), tensor.is_neg()
+
+
+def named_tensors(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a nested value with their dotted paths."""
+    if isinstance(value, torch.Tensor):
+        yield ".".join(path), value
+    is_list = type(value) in (list, tuple)
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if is_list else ()
+    for key, item in items:
+        yield from named_tensors(item, (*path, str(key)))
 
 
 def check_dense(tensor: torch.Tensor, name: str) -> None:

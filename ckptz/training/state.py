@@ -80,21 +80,18 @@ def check_model_fits(
         )
     if live and len(missing) == len(live):
         raise ConfigError(nothing_matches(where, saved, live))
-    _check_kinds(live, saved, where, _resizing(model))
+    # Lazy modules, and those that load in their own way, may load other shapes.
+    resizing = {
+        name_without_wrappers(model, name)
+        for name, module in model.named_modules(remove_duplicate=False)
+        if not type(module)._load_from_state_dict.__module__.startswith("torch.nn.modules.")
+        or module._load_state_dict_pre_hooks
+    }
+    _check_kinds(live, saved, where, resizing)
     return missing, unexpected
 
 
 _NOT_STRICT: Final = "; weights_only=True and strict=False load what matches"
-
-
-def _resizing(model: nn.Module) -> set[str]:
-    """Return the modules that may load other shapes: lazy ones, and those that load in their own way."""
-    found = set()
-    for name, module in model.named_modules(remove_duplicate=False):
-        is_of_torch = type(module)._load_from_state_dict.__module__.startswith("torch.nn.modules.")
-        if not is_of_torch or module._load_state_dict_pre_hooks:
-            found.add(name_without_wrappers(model, name))
-    return found
 
 
 def _check_kinds(
@@ -208,9 +205,7 @@ def check_training(state: Any, where: str) -> None:
 
 def extra_state(extras: Mapping[str, Extra]) -> dict[str, Any]:
     """Return the states of extras by name as plain values and tensors; `extras_to_load` restores types."""
-    return {
-        name: to_plain(_state_of(name, extra), lambda tensor, _: tensor) for name, extra in extras.items()
-    }
+    return {name: to_plain(_state_of(name, extra)) for name, extra in extras.items()}
 
 
 def _state_of(name: str, extra: Extra) -> Any:
@@ -403,7 +398,7 @@ def _numpy_state() -> dict[str, Any]:
     state = np.random.get_state(legacy=False)
     assert isinstance(state, dict)
     if state["bit_generator"] != "MT19937":  # by np.random.set_bit_generator
-        return {"kind": state["bit_generator"], "state": to_plain(state, lambda tensor, _: tensor)}
+        return {"kind": state["bit_generator"], "state": to_plain(state)}
     return {
         "kind": "MT19937",
         "keys": torch.from_numpy(np.asarray(state["state"]["key"], np.int64)),
@@ -421,33 +416,29 @@ def set_random_state(state: RandomState) -> None:
         CorruptionError: the state is damaged.
     """
     try:
-        _set_random_state(state)
+        cuda = state.get("cuda", [])
+        if len(cuda) > torch.cuda.device_count():
+            raise ConfigError(
+                f"the checkpoint has random states of {len(cuda)} CUDA devices, and "
+                f"{torch.cuda.device_count()} are here; resume on as many, or restore with weights_only=True"
+            )
+        python, legacy = state["python"], state["numpy"]
+        random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+        if (kind := legacy["kind"]) != (now := _numpy_state()["kind"]):
+            raise ConfigError(
+                f"np.random was a {kind} when it was saved, and is a {now} now; set the same bit generator "
+                "with np.random.set_bit_generator, or restore with weights_only=True"
+            )
+        if "state" in legacy:
+            np.random.set_state(from_plain(legacy["state"]))
+        else:
+            keys = legacy["keys"].numpy().astype(np.uint32)
+            np.random.set_state((kind, keys, legacy["position"], legacy["has_gauss"], legacy["cached"]))
+        torch.set_rng_state(state["torch"])
+        if cuda:
+            torch.cuda.set_rng_state_all(cuda)
     except CkptzError:
         raise
     except (AttributeError, LookupError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         # Each generator checks its own state, in its own way.
         raise CorruptionError(f"the random state is damaged ({type(error).__name__})") from None
-
-
-def _set_random_state(state: RandomState) -> None:
-    cuda = state.get("cuda", [])
-    if len(cuda) > torch.cuda.device_count():
-        raise ConfigError(
-            f"the checkpoint has random states of {len(cuda)} CUDA devices, and {torch.cuda.device_count()} "
-            "are here; resume on as many, or restore with weights_only=True"
-        )
-    python, legacy = state["python"], state["numpy"]
-    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
-    if (kind := legacy["kind"]) != (now := _numpy_state()["kind"]):
-        raise ConfigError(
-            f"np.random was a {kind} when it was saved, and is a {now} now; set the same bit generator with "
-            "np.random.set_bit_generator, or restore with weights_only=True"
-        )
-    if "state" in legacy:
-        np.random.set_state(from_plain(legacy["state"]))
-    else:
-        keys = legacy["keys"].numpy().astype(np.uint32)
-        np.random.set_state((kind, keys, legacy["position"], legacy["has_gauss"], legacy["cached"]))
-    torch.set_rng_state(state["torch"])
-    if cuda:
-        torch.cuda.set_rng_state_all(cuda)
