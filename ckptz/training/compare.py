@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from ckptz.format.bits import xxh64
+from ckptz.state.torch import TYPE_KEY, VALUE_KEY
 from ckptz.training.snapshot import identity_of, named_tensors
 
 MOST_NOTES: Final = 8  # entries that notes name one by one
@@ -39,7 +40,10 @@ def fingerprint(value: Any) -> Any:
         patterns = plain.reshape(-1).view(torch.uint8).numpy()
         return TensorPrint(str(value.dtype).removeprefix("torch."), tuple(value.shape), xxh64(patterns))
     if isinstance(value, Mapping):
-        return {key: fingerprint(item) for key, item in value.items()}
+        items = {key: fingerprint(item) for key, item in value.items()}
+        if value.get(TYPE_KEY) in ("set", "frozenset"):  # whose order depends on what was in them before
+            items[VALUE_KEY] = sorted(items[VALUE_KEY], key=repr)
+        return items
     return type(value)(map(fingerprint, value)) if type(value) in (list, tuple) else value
 
 

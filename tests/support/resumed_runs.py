@@ -127,6 +127,8 @@ def leaves_of(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, list | tuple):
         for i, item in enumerate(value):
             yield from leaves_of(item, f"{name}.{i}")
+    elif isinstance(value, set):  # whose order depends on what was in it before
+        yield name, sorted(map(repr, value))
     elif not callable(value):
         yield name, repr(value)
 

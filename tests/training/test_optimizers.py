@@ -120,6 +120,7 @@ class WideState(torch.optim.Optimizer):
                 state["basis"].add_(state["momentum"] @ state["momentum"].t(), alpha=1e-3)
                 state["scale"] = np.float32(self.n_steps / 7)
                 state["seen"] = {1, "first", self.n_steps}
+                state["pair"] = {3, 11}  # iterates in the other order when it is made of what it iterates
                 state["phase"] = complex(self.n_steps, -0.0)
                 state["place"] = torch.device("cpu")
                 state["history"] = [torch.tensor(self.n_steps), (state["momentum"].sum(), None)]
