@@ -35,7 +35,7 @@ def _run_with_low_priority(task: Task[None]) -> None:
 
 
 class Background(Generic[T]):
-    """Runs jobs one after another.
+    """Runs jobs one after another, and the calls around them one at a time.
 
     The thread is not a daemon, so a program that ends waits for it. Jobs that are lost nevertheless, because
     Ctrl-C ended the waiting or no code asked for the error, are reported on standard error.
@@ -52,6 +52,8 @@ class Background(Generic[T]):
         self.result: T | None = None
         self.error: BaseException | None = None
         self._running: Task[None] | None = None
+        self._lock = threading.RLock()
+        self._doing: str | None = None
         _alive.add(self)
 
     def __del__(self) -> None:
@@ -89,11 +91,32 @@ class Background(Generic[T]):
         except BaseException as error:
             self.error = error
 
-    @property
-    def is_here(self) -> bool:
-        """True if the calling thread is running the job now."""
+    def take_turn(self, what: str, call: Callable[[], R]) -> R:
+        """Make a call, which messages name `what`, when no other is running; other threads wait.
+
+        A signal handler runs inside the call that it interrupts, so it must neither wait for that call nor
+        change its state.
+
+        Raises:
+            ConfigError: the calling thread is inside another call, or runs the job.
+        """
         running = self._running
-        return running is not None and not running.is_done and running.thread == threading.get_ident()
+        if running is not None and not running.is_done and running.thread == threading.get_ident():
+            raise ConfigError(
+                f"{what} was called by on_save, on the writer's thread: call it in the training loop"
+            )
+        with self._lock:
+            if self._doing is not None:
+                raise ConfigError(
+                    f"{what} was called in the midst of {self._doing}, as by the handler of a signal: "
+                    "let the handler set a flag, and save at the end of the step"
+                )
+            try:
+                self._doing = what
+                result = call()
+            finally:
+                self._doing = None
+        return result
 
     @property
     def is_idle(self) -> bool:
@@ -122,45 +145,6 @@ class Background(Generic[T]):
     def forget(self) -> None:
         """Forget the job in a forked process, which does not have its thread."""
         self._running = self.error = None
-
-
-class Turns:
-    """Allows one call at a time: other threads wait, and signal handlers are refused.
-
-    A signal handler runs inside the call that it interrupts, so it must neither wait for that call nor change
-    its state.
-
-    Args:
-        writer: runs the jobs of these calls; its thread is refused, too.
-    """
-
-    def __init__(self, writer: Background[Any]) -> None:
-        self._writer = writer
-        self._lock = threading.RLock()
-        self._doing: str | None = None
-
-    def take(self, what: str, call: Callable[[], R]) -> R:
-        """Call a function, which messages name `what`, when no other call is running.
-
-        Raises:
-            ConfigError: the calling thread is inside another call, or is the writer's thread.
-        """
-        if self._writer.is_here:
-            raise ConfigError(
-                f"{what} was called by on_save, on the writer's thread: call it in the training loop"
-            )
-        with self._lock:
-            if self._doing is not None:
-                raise ConfigError(
-                    f"{what} was called in the midst of {self._doing}, as by the handler of a signal: "
-                    "let the handler set a flag, and save at the end of the step"
-                )
-            try:
-                self._doing = what
-                result = call()
-            finally:
-                self._doing = None
-        return result
 
 
 _alive: weakref.WeakSet[Background[Any]] = weakref.WeakSet()

@@ -44,7 +44,7 @@ from ckptz.search.run import SearchReport
 from ckptz.state.roles import SECOND_MOMENTS
 from ckptz.store.lock import NOT_ALLOWED
 from ckptz.store.resolve import MAX_DEPTH, Path_
-from ckptz.training.background import Background, Turns
+from ckptz.training.background import Background
 from ckptz.training.budget_search import (
     BudgetSearch,
     CalibrationLike,
@@ -262,7 +262,6 @@ class Checkpointer:
         self._schedule = Schedule()
         self._curve = Curve(lower_is_better=keep.lower_is_better)
         self._writer: Background[SaveReport] = Background()
-        self._turns = Turns(self._writer)
         is_all_exact = not is_lossless and keep.exact != 0 and keep.by_kind["weights"].is_within(keep.exact)
         self._note_on_keep = (ALL_EXACT,) * is_all_exact
         self._at: int | None = None  # the step that was saved or restored last
@@ -289,7 +288,7 @@ class Checkpointer:
             WriteError: the previous save failed; this step is not saved, and can be tried again.
         """
         step, metric = checked_step(step), None if metric is None else float(check_float("metric", metric))
-        self._turns.take(f"save({step})", lambda: self._save(step, metric))
+        self._writer.take_turn(f"save({step})", lambda: self._save(step, metric))
 
     def _save(self, step: int, metric: float | None) -> None:
         start = time.perf_counter()
@@ -372,7 +371,7 @@ class Checkpointer:
         if self._every is None:
             raise ConfigError("maybe_save needs to know when: give the Checkpointer every=N, or call save")
         step = checked_step(step)
-        self._turns.take(f"maybe_save({step})", functools.partial(self._look, step))
+        self._writer.take_turn(f"maybe_save({step})", functools.partial(self._look, step))
         before = step - 1 if self._seen is None else self._seen
         self._seen = step
         if step % self._every and step // self._every <= before // self._every:
@@ -408,7 +407,7 @@ class Checkpointer:
         Raises:
             WriteError: the save failed; earlier steps are unchanged.
         """
-        return self._turns.take("wait()", self._wait)
+        return self._writer.take_turn("wait()", self._wait)
 
     def wait_for_staging(self) -> None:
         """Wait until the last save has copied the state to the host.
@@ -417,7 +416,7 @@ class Checkpointer:
         current streams waits for it by itself; code on other streams, or in other processes that map the
         memory, must call this before it changes the state.
         """
-        self._turns.take("wait_for_staging()", self._snapshot.synchronize)
+        self._writer.take_turn("wait_for_staging()", self._snapshot.synchronize)
 
     def _wait(self) -> SaveReport | None:
         writer = self._writer
@@ -592,7 +591,7 @@ class Checkpointer:
             FormatError: the newest step is damaged, and all others are too or `fall_back` is False.
             MissingBaseError: the same for a missing base.
         """
-        return self._turns.take("restore_latest()", lambda: self._restore_latest(fall_back))
+        return self._writer.take_turn("restore_latest()", lambda: self._restore_latest(fall_back))
 
     def _restore_latest(self, fall_back: bool) -> int | None:
         self._wait()
@@ -648,7 +647,7 @@ class Checkpointer:
             raise ConfigError(
                 "strict=False restores weights alone: optimizers need all parameters; add weights_only=True"
             )
-        return self._turns.take(f"restore({step})", lambda: self._restore(step, weights_only, strict))
+        return self._writer.take_turn(f"restore({step})", lambda: self._restore(step, weights_only, strict))
 
     @torch.inference_mode(False)  # training cannot write to tensors that were made in this mode
     def _restore(self, step: int, weights_only: bool = False, strict: bool = True) -> int:
@@ -744,7 +743,7 @@ class Checkpointer:
         Raises:
             ConfigError: there is no step to continue from, or it is unreadable; nothing is deleted.
         """
-        self._turns.take(f"discard_after({step})", lambda: self._discard_after(check_int("step", step)))
+        self._writer.take_turn(f"discard_after({step})", lambda: self._discard_after(check_int("step", step)))
 
     def _discard_after(self, step: int) -> None:
         self._wait()
@@ -758,7 +757,7 @@ class Checkpointer:
         Raises:
             WriteError: the save failed.
         """
-        self._turns.take("close()", self._close)
+        self._writer.take_turn("close()", self._close)
 
     def _close(self) -> None:
         try:

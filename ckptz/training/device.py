@@ -38,6 +38,7 @@ class _WeightToCode:
     dtype: DType
     shape: tuple[int, ...]
     flat: torch.Tensor
+    histogram: Histogram
     wanted: Partitions
 
 
@@ -56,13 +57,12 @@ def code_where_they_live(
         The codes by name, without tensors that are not finite, share memory, or are ranked by sensitivity:
         these are copied.
     """
-    tasks = [task for task in (_task(name, t, prefix, config) for name, t in weights.items()) if task]
     # A model with tied tensors needs a tree, all of whose tensors are in one form.
     at = [t.data_ptr() if isinstance(t, torch.Tensor) else 0 for t in weights.values()]
-    tasks = tasks if all(at) and len(set(at)) == len(at) else []
-    histograms = [_histogram(task) for task in tasks]
-    fitted = workers.map(_fit, zip(tasks, histograms, strict=True))
-    return {task.name: _coded(task, *fit) for task, fit in zip(tasks, fitted, strict=True) if fit is not None}
+    if not all(at) or len(set(at)) < len(at):
+        return {}
+    tasks = [task for task in (_task(name, t, prefix, config) for name, t in weights.items()) if task]
+    return {task.name: _coded(task, *fit) for task, fit in zip(tasks, workers.map(_fit, tasks), strict=True)}
 
 
 def _task(name: str, tensor: Any, prefix: str, config: Method) -> _WeightToCode | None:
@@ -76,20 +76,14 @@ def _task(name: str, tensor: Any, prefix: str, config: Method) -> _WeightToCode 
     if wanted is None or wanted.needs_sensitivity:
         return None
     flat = tensor.detach().reshape(-1).view(kernels.PATTERN_TYPES[dtype.pattern_bytes])
-    return _WeightToCode(name, dtype, shape, flat, wanted)
-
-
-def _histogram(task: _WeightToCode) -> Histogram:
-    counts = sum(kernels.top_histogram(slab) for slab in torch.split(task.flat, SLAB_VALUES))
+    counts = sum(kernels.top_histogram(slab) for slab in torch.split(flat, SLAB_VALUES))
     assert isinstance(counts, torch.Tensor)
-    return Histogram(FLOAT_KINDS[task.dtype.name], counts.cpu().numpy())
+    histogram = Histogram(FLOAT_KINDS[code], counts.cpu().numpy())
+    return _WeightToCode(name, dtype, shape, flat, histogram, wanted) if histogram.is_finite else None
 
 
-def _fit(task: tuple[_WeightToCode, Histogram]) -> tuple[QuantizationMap, RegionQuantizer] | None:
-    tensor, histogram = task
-    if not histogram.is_finite:
-        return None
-    quant_map, quantizer = fit_partitions(histogram, tensor.wanted)
+def _fit(task: _WeightToCode) -> tuple[QuantizationMap, RegionQuantizer]:
+    quant_map, quantizer = fit_partitions(task.histogram, task.wanted)
     assert isinstance(quantizer, RegionQuantizer)
     return quant_map, quantizer
 

@@ -213,7 +213,7 @@ def test_a_thread_that_has_the_number_of_the_ended_writer_may_call(job: _Job) ->
     job.go.set()
     running.wait()
     running.thread = threading.get_ident()  # the system gives them again
-    assert not writer.is_here
+    writer.take_turn("wait()", writer.wait)
 
 
 def test_a_forked_process_waits_for_no_job_of_its_parent(job: _Job) -> None:
