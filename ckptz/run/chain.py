@@ -99,7 +99,7 @@ def weighed(
     if kept.last is None and estimate.delta(1) < estimate.full:
         return rule  # no file is ever deleted
     n_ahead = max(N_AHEAD, rule.full_every)
-    past = _Past.of(existing, n_ahead, other_bytes)
+    past = _past(existing, n_ahead, other_bytes)
     alone = ChainRule(1, rule.is_forked)
     shapes = (rule, replace(rule, is_flat=True))
     intervals = [rule.full_every, *(n for n in INTERVALS if n < rule.full_every)]
@@ -177,34 +177,34 @@ def files_of_kind(
     return files
 
 
-@dataclass(frozen=True, slots=True)
-class _Past:
-    """The existing files, as far as the simulation of the next saves depends on them."""
+Past = tuple[list[tuple[int, int, int]], list[float], list[int]]  # see `_past`
 
-    # files of the newest chain, full file first: (bytes, position, number of the save that deletes it)
-    chain: tuple[tuple[int, int, int], ...]
-    taken: tuple[float, ...]  # change of the disk usage by all other files, in bytes, at each save
-    plain: tuple[int, ...]  # change of the number of kept files at each save
 
-    @classmethod
-    def of(cls, existing: Mapping[K, ChainFile[K]], n_saves: int, other_bytes: int) -> _Past:
-        taken, plain = [0.0] * (n_saves + 1), [0] * (n_saves + 1)
-        taken[0] = other_bytes
-        gone = {key: file.stays for key, file in existing.items()}
-        for key in reversed(gone):
-            if (base := existing[key].base) is not None:
-                gone[base] = max(gone[base], gone[key])
-        chain: dict[K, ChainFile[K]] = {}
-        key_of_chain = next(reversed(gone), None)
-        while key_of_chain is not None:
-            chain[key_of_chain] = existing[key_of_chain]
-            key_of_chain = existing[key_of_chain].base
-        for key, file in existing.items():
-            _add(plain, 0, file.stays, 1)
-            if key not in chain:
-                _add(taken, 0, gone[key], file.n_bytes)
-        of_chain = tuple((one.n_bytes, one.position, gone[key]) for key, one in reversed(chain.items()))
-        return cls(of_chain, tuple(taken), tuple(plain))
+def _past(existing: Mapping[K, ChainFile[K]], n_saves: int, other_bytes: int) -> Past:
+    """Describe the existing files, as far as the simulation of the next saves depends on them.
+
+    Returns:
+        Files of the newest chain, full file first: (bytes, position, number of the save that deletes it); the
+        change of the disk usage by all other files at each save, in bytes; and that of the number of kept
+        files.
+    """
+    taken, plain = [0.0] * (n_saves + 1), [0] * (n_saves + 1)
+    taken[0] = other_bytes
+    gone = {key: file.stays for key, file in existing.items()}
+    for key in reversed(gone):
+        if (base := existing[key].base) is not None:
+            gone[base] = max(gone[base], gone[key])
+    chain: list[K] = []
+    key_of_chain = next(reversed(gone), None)
+    while key_of_chain is not None:
+        chain.append(key_of_chain)
+        key_of_chain = existing[key_of_chain].base
+    for key, file in existing.items():
+        _add(plain, 0, file.stays, 1)
+        if key not in chain:
+            _add(taken, 0, gone[key], file.n_bytes)
+    of_chain = [(existing[key].n_bytes, existing[key].position, gone[key]) for key in reversed(chain)]
+    return of_chain, taken, plain
 
 
 def _add(changes: list[Any], born: int, gone: int, size: float) -> None:
@@ -214,7 +214,7 @@ def _add(changes: list[Any], born: int, gone: int, size: float) -> None:
 
 
 def _outlook(
-    rule: ChainRule, past: _Past, stays: Sequence[int], estimate: Estimate
+    rule: ChainRule, past: Past, stays: Sequence[int], estimate: Estimate
 ) -> tuple[float, float, float]:
     """Simulate the next saves under a rule.
 
@@ -225,9 +225,9 @@ def _outlook(
         new delta with all its bases.
     """
     largest = 0.0
-    taken, plain = list(past.taken), list(past.plain)
+    of_chain, taken, plain = past[0], [*past[1]], [*past[2]]
     # Files of the newest chain.
-    chain: list[list[Any]] = [[size, position, 0, gone] for size, position, gone in past.chain]
+    chain: list[list[Any]] = [[size, position, 0, gone] for size, position, gone in of_chain]
     for i, until in enumerate(stays):
         position = chain[-1][1] + 1 if chain else 0
         wanted = rule.base_of(position)

@@ -548,25 +548,23 @@ class Checkpointer:
     def _written(
         self, state: StepState, method: LossSettings, metric: float | None, step: int, notes: list[str]
     ) -> dict[StepFile, Written]:
-        def write(jobs: int) -> dict[StepFile, Written]:
-            writer = StepWriter(
-                state=state,
-                step=step,
-                metric=metric,
-                method=method,
-                effort=self._effort,
-                jobs=jobs,
-                tracker=self._tracker,
-            )
-            return writer.write(self._store, self._rule, notes, with_exact=self._keep.exact != 0)
-
+        writer = StepWriter(
+            state=state,
+            step=step,
+            metric=metric,
+            method=method,
+            effort=self._effort,
+            jobs=self._jobs,
+            tracker=self._tracker,
+        )
+        with_exact = self._keep.exact != 0
         try:
-            return write(self._jobs)
+            return writer.write(self._store, self._rule, notes, with_exact=with_exact)
         except RuntimeError:
             # At the end of the program thread pools accept no work; this thread still runs.
             if threading.main_thread().is_alive() or self._jobs == 1:
                 raise
-            return write(1)
+            return replace(writer, jobs=1).write(self._store, self._rule, notes, with_exact=with_exact)
 
     def steps(self) -> tuple[int, ...]:
         """List the steps that training can resume from, ascending."""
@@ -665,13 +663,9 @@ class Checkpointer:
         parts = [("the model", lambda: load_model(self.model, model, versions))]
         if rest is not None:
             # Extras first: if one refuses its state, model and optimizer are unchanged.
-            extras = extras_to_load(
-                self.extra,
-                rest["extra"],
-                [model_state(self.model), optimizer_state(self.model, self._optimizers)],
-            )
+            others = [model_state(self.model), optimizer_state(self.model, self._optimizers)]
             parts[:0] = [
-                *((f"extra {name!r}", load) for name, load in extras),
+                *extras_to_load(self.extra, rest["extra"], others),
                 ("the optimizer", lambda: load_optimizers(self.model, self._optimizers, rest)),
             ]
         load_in_order(parts, where)

@@ -29,7 +29,15 @@ def origin_of(base: Path_, model: Mapping[str, Any]) -> Path:
         FileNotFoundError: no such file.
         FormatError: the file is damaged.
     """
-    path = _one_file(Path(os.fspath(base)))
+    path = Path(os.fspath(base))
+    if path.is_dir():
+        files = [file for suffix in (PLAIN_SUFFIX, SUFFIX) for file in sorted(path.glob(f"*{suffix}"))]
+        if len(files) != 1:
+            raise ConfigError(
+                f"{path}: a base is one file, and this folder has {len(files)}; name one, or compress the "
+                f"folder and name its {SUFFIX} file"
+            )
+        path = files[0]
     with contextlib.closing(open_checkpoint(path)) as opened:
         if opened.depth:
             raise ConfigError(
@@ -46,15 +54,3 @@ def origin_of(base: Path_, model: Mapping[str, Any]) -> Path:
             f"{path}: has none of the model's tensors{such}; name the weights that training began from"
         )
     return path
-
-
-def _one_file(path: Path) -> Path:
-    if not path.is_dir():
-        return path
-    files = [file for suffix in (PLAIN_SUFFIX, SUFFIX) for file in sorted(path.glob(f"*{suffix}"))]
-    if len(files) != 1:
-        raise ConfigError(
-            f"{path}: a base is one file, and this folder has {len(files)}; name one, or compress the folder "
-            f"and name its {SUFFIX} file"
-        )
-    return files[0]

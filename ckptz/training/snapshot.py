@@ -7,7 +7,6 @@ training stream waits for them on the device, and the host does not wait.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -21,41 +20,6 @@ from ckptz.training.live import Hold
 Key = tuple[object, ...]  # a key of a dict with its type, as 1 equals True, or a place in a list
 _HOST: Final = TorchTensors("cpu", False)
 MODEL: Final = "model"  # the key of the weights in a state
-
-
-@dataclass(slots=True)
-class _Transfer:
-    """The running copies of one snapshot, by device."""
-
-    streams: dict[torch.device, torch.cuda.Stream] = field(default_factory=dict)
-    done: list[torch.cuda.Event] = field(default_factory=list)
-
-    def copy(self, source: torch.Tensor, buffer: torch.Tensor) -> None:
-        stream = self.stream_of(source.device)
-        if stream is None:
-            buffer.copy_(source)
-            return
-        with torch.cuda.stream(stream):
-            buffer.copy_(source, non_blocking=True)
-        source.record_stream(stream)
-
-    def stream_of(self, device: torch.device) -> torch.cuda.Stream | None:
-        """Return the stream of copies from a device; it waits for the present work of the device."""
-        if device.type != "cuda":
-            return None
-        stream = self.streams.get(device)
-        if stream is None:
-            stream = self.streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            stream.wait_stream(torch.cuda.current_stream(device))
-        return stream
-
-    def finish(self) -> None:
-        """Make the training stream wait for the copies, and record an event at their end."""
-        for device, stream in self.streams.items():
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(stream)
-            torch.cuda.current_stream(device).wait_stream(stream)
-            self.done.append(event)
 
 
 class Snapshot:
@@ -90,8 +54,8 @@ class Snapshot:
         try:
             taken = copying.node(state, ())
         finally:  # an error or an interrupt does not end running copies
-            copying.transfer.finish()
-        self._buffers, self._done = copying.used, copying.transfer.done
+            copying.finish()
+        self._buffers, self._done = copying.used, copying.done
         return taken
 
     def synchronize(self) -> None:
@@ -101,11 +65,12 @@ class Snapshot:
 
 
 class _Copying:
-    """One traversal of a state."""
+    """One traversal of a state, and its running copies by device."""
 
     def __init__(self, spare: dict[Key, torch.Tensor], max_bytes: int | None, hold: Hold) -> None:
         self.used: dict[Key, torch.Tensor] = {}
-        self.transfer = _Transfer()
+        self.done: list[torch.cuda.Event] = []
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._spare = spare
         self._left, self._hold = max_bytes, hold
         self._copies: dict[object, torch.Tensor] = {}
@@ -129,13 +94,46 @@ class _Copying:
             )
         identity, tensor = identity_of(tensor), tensor.detach()
         if identity not in self._copies:
-            if self._is_beyond(tensor):
-                self._copies[identity] = self._placeholder(tensor, path)
+            if self._is_beyond(
+                tensor
+            ):  # a placeholder of the same shape and dtype, whose memory is never used
+                made = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                self._stream_of(tensor.device)  # readers wait for the present work of the device
+                self._hold.tensors[made.data_ptr()] = tensor
+                self._hold.has_weights |= path[0] == (str, MODEL)
+                self._copies[identity] = made
             else:
                 buffer = self._buffer(tensor, path)
-                self.transfer.copy(tensor, buffer)
+                self._copy(tensor, buffer)
                 self._copies[identity] = self.used[path] = buffer
         return self._copies[identity]
+
+    def _copy(self, source: torch.Tensor, buffer: torch.Tensor) -> None:
+        stream = self._stream_of(source.device)
+        if stream is None:
+            buffer.copy_(source)
+            return
+        with torch.cuda.stream(stream):
+            buffer.copy_(source, non_blocking=True)
+        source.record_stream(stream)
+
+    def _stream_of(self, device: torch.device) -> torch.cuda.Stream | None:
+        """Return the stream of copies from a device; it waits for the present work of the device."""
+        if device.type != "cuda":
+            return None
+        stream = self._streams.get(device)
+        if stream is None:
+            stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream(device))
+        return stream
+
+    def finish(self) -> None:
+        """Make the training stream wait for the copies, and record an event at their end."""
+        for device, stream in self._streams.items():
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(stream)
+            torch.cuda.current_stream(device).wait_stream(stream)
+            self.done.append(event)
 
     def _is_beyond(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor does not fit; otherwise subtract its bytes from the remaining ones.
@@ -149,14 +147,6 @@ class _Copying:
             return True
         self._left -= tensor.nbytes
         return False
-
-    def _placeholder(self, tensor: torch.Tensor, path: Key) -> torch.Tensor:
-        """Return a tensor of the same shape and dtype whose memory is never used."""
-        made = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        self.transfer.stream_of(tensor.device)  # readers wait for the present work of the device
-        self._hold.tensors[made.data_ptr()] = tensor
-        self._hold.has_weights |= path[0] == (str, MODEL)
-        return made
 
     def _buffer(self, tensor: torch.Tensor, path: Key) -> torch.Tensor:
         spare = self._spare.get(path)

@@ -271,7 +271,7 @@ def _extra_fault(extra: Extra, saved: Any) -> str | None:
 def extras_to_load(
     extras: Mapping[str, Extra], saved: Mapping[str, Any], others: Any
 ) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Yield the name of each extra, and a function that loads its saved state.
+    """Yield what messages call each extra, and a function that loads its saved state.
 
     Args:
         extras: the extras of the run.
@@ -283,7 +283,7 @@ def extras_to_load(
     """
     replacing = InPlace(others)
     for name, extra in extras.items():
-        yield name, functools.partial(_load_extra, extra, from_plain(saved[name]), replacing)
+        yield f"extra {name!r}", functools.partial(_load_extra, extra, from_plain(saved[name]), replacing)
 
 
 def _load_extra(extra: Extra, saved: Any, replacing: InPlace) -> None:
