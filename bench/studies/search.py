@@ -25,8 +25,7 @@ from bench.core.report import finish
 from bench.studies.tasks import SEARCH, TASKS, Task
 from bench.studies.training import N_THREADS, Run, folder_of, remembered, weights_of
 from ckptz import Budget, KMeans
-from ckptz.search.budget import Limit, judge, share_used
-from ckptz.search.run import SearchOptions
+from ckptz.search.budget import Limit, SearchOptions, judge, share_used
 from ckptz.state.roles import role_of
 from ckptz.torch import load_file
 

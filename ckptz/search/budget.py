@@ -292,7 +292,7 @@ class Budget:
         coerce_numeric_fields(self)
         if not 0 <= self.max_drop < math.inf:
             raise ConfigError(f"max_drop must be a number from 0, got {self.max_drop!r}")
-        if self.in_steps and not getattr(self.quality, "trains", False):
+        if self.in_steps and not self.trains:
             raise ConfigError(f"only a ResumeProbe measures steps of training, got {self.quality!r}")
 
     def limit(self, gain_per_step: float | None, restores: int = 0, *, is_mean: bool = False) -> Limit:
@@ -306,14 +306,18 @@ class Budget:
                 they move up and down by chance.
             is_mean: the quality returns a single mean, whose limit is divided instead.
         """
-        trains = getattr(self.quality, "trains", False)
-        divisor = max(restores if trains else min(restores, MAX_RESTART_DIVISOR), 1)
-        if not (trains or is_mean):
+        divisor = max(restores if self.trains else min(restores, MAX_RESTART_DIVISOR), 1)
+        if not (self.trains or is_mean):
             return Limit(self.max_drop, self.relative, divisor, self.allow_unsure)
         max_drop = self.max_drop / divisor
         if self.in_steps:
             return Limit(max_drop * (math.nan if gain_per_step is None else gain_per_step), False)
         return Limit(max_drop, self.relative)
+
+    @property
+    def trains(self) -> bool:
+        """True if the quality measures resumed training and so needs the optimizer state."""
+        return bool(getattr(self.quality, "trains", False))
 
     @property
     def data_digest(self) -> str | None:
@@ -332,43 +336,37 @@ class Budget:
             ConfigError: it contains no number, or no value of the budget's metric.
         """
         if not isinstance(result, Mapping):
-            self._check_plain_metric()
-            is_lower = self.lower_is_better if self.metric is None else self._is_lower_better(self.metric)
-            return self._measurement(self.metric or self.name, result, None, is_lower)
+            if self.metric is not None and self.metric not in (*IS_LOWER_BETTER, self.name):
+                raise ConfigError(
+                    f"{self.name} returned values without a name, but the budget is for {self.metric!r}; "
+                    "write 'loss' or 'accuracy' (as in --budget 'loss<=1%'), or return a dict with "
+                    f"{self.metric!r}"
+                )
+            return self._measurement(self.metric, result, None)
         keys = ["loss", "accuracy"] if self.lower_is_better else ["accuracy", "loss"]
         if self.metric is not None:
             keys = [self.metric]
         for key in keys:
             if key in result:
-                return self._measurement(key, result[key], result.get("counts"), self._is_lower_better(key))
+                return self._measurement(key, result[key], result.get("counts"))
         wanted = " or ".join(map(repr, sorted(keys, reverse=True)))
         metrics = ", ".join(sorted(map(repr, result))) or "nothing"
         raise ConfigError(
             f"{self.name} returned a dict without {wanted}; it has {metrics}: name one of these"
         )
 
-    def _measurement(self, metric: str, returned: Any, counts: Any, lower_is_better: bool) -> Measurement:
-        values = parse_values(returned, self.name)
-        if len(values) == 1 or counts is None:  # beside a single number, "counts" has no special meaning
-            return Measurement(metric, values, lower_is_better, None, unit_of(self.quality))
-        n_in_sum = parse_values(counts, f"{self.name}, counts:")
-        if len(n_in_sum) != len(values) or not (np.isfinite(n_in_sum) & (n_in_sum > 0)).all():
-            raise ConfigError(
-                f"{self.name} returned {len(values)} sums and {len(n_in_sum)} counts, of which "
-                f"{int((n_in_sum > 0).sum())} are above 0; return one above 0 for each sum"
-            )
-        return Measurement(metric, values, lower_is_better, n_in_sum, unit_of(self.quality))
-
-    def _check_plain_metric(self) -> None:
-        """Refuse a metric, such as a misspelt one, that values without a key cannot have."""
-        if self.metric is not None and self.metric not in (*IS_LOWER_BETTER, self.name):
-            raise ConfigError(
-                f"{self.name} returned values without a name, but the budget is for {self.metric!r}; write "
-                f"'loss' or 'accuracy' (as in --budget 'loss<=1%'), or return a dict with {self.metric!r}"
-            )
-
-    def _is_lower_better(self, metric: str) -> bool:
-        return IS_LOWER_BETTER.get(metric, self.lower_is_better)
+    def _measurement(self, metric: str | None, returned: Any, counts: Any) -> Measurement:
+        """Convert values and counts, if any; a `metric` without a rule has the direction of the budget."""
+        values, n_in_sum = parse_values(returned, self.name), None
+        if len(values) > 1 and counts is not None:  # beside a single number, "counts" has no special meaning
+            n_in_sum = parse_values(counts, f"{self.name}, counts:")
+            if len(n_in_sum) != len(values) or not (np.isfinite(n_in_sum) & (n_in_sum > 0)).all():
+                raise ConfigError(
+                    f"{self.name} returned {len(values)} sums and {len(n_in_sum)} counts, of which "
+                    f"{int((n_in_sum > 0).sum())} are above 0; return one above 0 for each sum"
+                )
+        is_lower = IS_LOWER_BETTER.get(metric or "", self.lower_is_better)
+        return Measurement(metric or self.name, values, is_lower, n_in_sum, unit_of(self.quality))
 
     def check_exact(self, exact: Measurement) -> None:
         """Require values of the exact state that changes can be measured from.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -28,51 +28,48 @@ from ckptz.store.resolve import open_checkpoint, open_file
 from ckptz.words import shorten
 
 Measurements = tuple[Measurement, ...]  # one for each budget
-P = ParamSpec("P")
-T = TypeVar("T")
 MAX_REPEAT_DIFFERENCE: Final = 0.01  # of a budget, between two evaluations of the exact tensors
 
 
 # --- the states that qualities are called with -----------------------------------------------------
 
 
-def is_of_training(budget: Budget) -> bool:
-    """Return whether a budget measures resumed training and so needs the optimizer state."""
-    return bool(getattr(budget.quality, "trains", False))
-
-
-@dataclass(frozen=True, slots=True)
-class Scope:
-    """Names of the tensors that qualities are called with."""
-
-    weights: tuple[str, ...]  # parameters and buffers of the model
-    optimizer: tuple[str, ...] = ()  # all other tensors, for qualities that resume training
-    tied: Mapping[str, str] = field(default_factory=dict)  # other names of tensors -> stored names
-    prefix: str = ""  # of names in the file; removed for the quality
-
-
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """Decodes the state for the quality of one budget; implements `ckptz.search.measures.ExactState`."""
+    """Decodes the state that qualities are called with; implements `ckptz.search.measures.ExactState`."""
 
     tensors: Mapping[str, TensorSource]  # by name
-    budget: Budget
-    scope: Scope  # of all budgets
+    weights: tuple[str, ...]  # names of the parameters and buffers of the model
+    tied: Mapping[str, str] = field(default_factory=dict)  # other names of tensors -> stored names
+    prefix: str = ""  # of names in the file; removed for the quality
     run: MapFunction = map  # maps a function over chunks
+    is_whole: bool = False  # decode all other tensors too, for a quality that resumes training
 
     def state(self) -> State:
         """Decode a fresh copy of the state."""
-        scope = self.scope
-        names = (*scope.weights, *scope.optimizer) if is_of_training(self.budget) else scope.weights
-        state = state_of({name: self.tensors[name] for name in names}, self.run)
-        state |= {n: state[stored] for n, stored in scope.tied.items() if stored in state}
-        return {name.removeprefix(scope.prefix): tensor for name, tensor in state.items()}
+        torch = framework("torch", "cpu", "mmap")
+        state: State = {}
+        chunks = []
+        for name in dict.fromkeys((*self.weights, *self.tensors)) if self.is_whole else self.weights:
+            source = self.tensors[name]
+            shape = torch.shape_of(source.dtype, tuple(source.shape))
+            state[name], patterns = torch.allocate(source.dtype, shape)
+            chunks += [(source, patterns, begin, end) for begin, end in source.chunk_bounds()]
+
+        def decode(chunk: tuple[TensorSource, Any, int, int]) -> None:
+            source, patterns, begin, end = chunk
+            patterns[begin:end] = source.patterns(begin, end)
+
+        for _ in self.run(decode, chunks):
+            pass
+        state |= {n: state[stored] for n, stored in self.tied.items() if stored in state}
+        return {name.removeprefix(self.prefix): tensor for name, tensor in state.items()}
 
     def noisy_state(self, share: float, seed: int) -> State:
         """Decode a copy with normal noise on weight matrices: `share` of the standard deviation of each."""
         state, rng = self.state(), np.random.default_rng(seed)
-        for name in self.scope.weights:
-            tensor = state[name.removeprefix(self.scope.prefix)]
+        for name in self.weights:
+            tensor = state[name.removeprefix(self.prefix)]
             is_matrix = tensor.dim() > 1 and tensor.numel() > 1
             # torch cannot add 8-bit floats.
             if is_matrix and tensor.is_floating_point() and tensor.element_size() > 1:
@@ -82,56 +79,16 @@ class Decoder:
         return state
 
 
-def state_of(tensors: Mapping[str, TensorSource], run: MapFunction = map) -> State:
-    """Decode tensors, by name, to newly allocated CPU torch tensors; `run` maps a function over chunks."""
-    torch = framework("torch", "cpu", "mmap")
-    state, chunks = {}, []
-    for name, source in tensors.items():
-        shape = torch.shape_of(source.dtype, tuple(source.shape))
-        state[name], patterns = torch.allocate(source.dtype, shape)
-        chunks += [(source, patterns, begin, end) for begin, end in source.chunk_bounds()]
-
-    def decode(chunk: tuple[TensorSource, Any, int, int]) -> None:
-        source, patterns, begin, end = chunk
-        patterns[begin:end] = source.patterns(begin, end)
-
-    for _ in run(decode, chunks):
-        pass
-    return state
-
-
-def _call(budget: Budget, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+def _call(budget: Budget, function: Callable[..., Any], *args: Any) -> Any:
     """Call a user's function; its exceptions become a `ConfigError` that names the budget."""
     try:
-        return function(*args, **kwargs)
+        return function(*args)
     except (MemoryError, ConfigError):
         raise
     except Exception as error:
         text = shorten(" ".join(str(error).split()), 200)
         what = f"{type(error).__name__}: {text}" if text else type(error).__name__
         raise ConfigError(f"{budget.name}: the evaluation raised {what}; -v shows where") from error
-
-
-def measure(
-    budgets: Sequence[Budget], scope: Scope, tensors: Mapping[str, TensorSource], run: MapFunction = map
-) -> Measurements:
-    """Evaluate the quality of each budget on decoded tensors; a shared quality is called once.
-
-    Args:
-        budgets: their qualities are functions, after `prepare`.
-        scope: names of the tensors to decode.
-        tensors: by name.
-        run: maps a function over chunks.
-
-    Raises:
-        ConfigError: a quality raises, or returns no number.
-    """
-    results: dict[int, Any] = {}
-    for budget in budgets:
-        quality = budget.quality
-        if callable(quality) and id(quality) not in results:
-            results[id(quality)] = _call(budget, quality, Decoder(tensors, budget, scope, run).state())
-    return tuple(budget.read(results[id(budget.quality)]) for budget in budgets)
 
 
 @contextlib.contextmanager
@@ -164,26 +121,29 @@ def open_trial(
 class BudgetCheck:
     """One budget with the measurement of the exact state that trials are compared with."""
 
-    limit: Limit
+    budget: Budget
+    baseline: Baseline  # the quality to call with trials, which several budgets may share
     exact: Measurement
-    promise: Promise  # that a file within the budget records
-    digest: str | None = None  # of the evaluation data
-    noise: float = 0.0  # noise floor: smaller differences mean nothing
-    gain_per_step: float | None = None  # by how much one training step lowers the metric, if known
+    limit: Limit
+
+    @property
+    def promise(self) -> Promise:
+        """The promise that a file within the budget records."""
+        return "resume-gap" if self.budget.trains else "quality-drop"
 
     @property
     def problem(self) -> str:
         """The reason why the budget cannot be measured, because it is below the noise floor; or ""."""
-        metric, limit = self.exact.metric, self.limit
+        metric, limit, noise = self.exact.metric, self.limit, self.baseline.noise
         if math.isnan(limit.max_drop):
             return (
                 f"{metric} cannot be measured in steps: n more steps from the exact state gain less than the "
-                f"noise floor ({self.noise:.3g}); train for more steps, average over more data, or limit the "
+                f"noise floor ({noise:.3g}); train for more steps, average over more data, or limit the "
                 "loss instead, as in 'resume<=0.2%'"
             )
-        if self.noise <= limit.in_units(self.exact):
+        if noise <= limit.in_units(self.exact):
             return ""
-        floor = self._format(self.noise / self.exact.value if limit.is_relative else self.noise)
+        floor = self._format(noise / self.exact.value if limit.is_relative else noise)
         return (
             f"{metric} cannot be measured to its budget of {self._format(limit.max_drop)}: two runs from the "
             f"exact state differ by {floor} (the noise floor), so no file counts as within it; "
@@ -227,7 +187,7 @@ class BudgetCheck:
             measured=measured.value,
             is_met=judged.is_met,
             date=date,
-            data_digest=self.digest,
+            data_digest=self.budget.data_digest,
         )
         yield record
         changes: dict[str, Any] = {"is_relative": False, "exact": 0.0}
@@ -236,9 +196,9 @@ class BudgetCheck:
             changes |= {"metric": f"{measured.metric}{CHANGES}{measured.unit}", "lower_is_better": True}
             changes |= {"max_drop": judged.example_limit * unit, "measured": judged.example_change * unit}
             yield msgspec.structs.replace(record, **changes)
-        if self.gain_per_step is not None:
-            lost = (measured.value - exact.value) / self.gain_per_step
-            max_lost = limit.in_units(exact) / self.gain_per_step
+        if (gain_per_step := self.baseline.gain_per_step) is not None:
+            lost = (measured.value - exact.value) / gain_per_step
+            max_lost = limit.in_units(exact) / gain_per_step
             changes |= {"metric": STEPS_LOST, "max_drop": max_lost, "measured": lost}
             yield msgspec.structs.replace(record, **changes)
 
@@ -248,7 +208,68 @@ class Judge:
     """The checks of all budgets of a search."""
 
     checks: tuple[BudgetCheck, ...]  # one for each budget, at least one
-    measure: Callable[[Mapping[str, TensorSource]], Measurements]  # evaluates decoded tensors, by name
+    exact: Decoder  # of the exact tensors
+
+    @classmethod
+    def of(
+        cls, budgets: Sequence[Budget], exact: Decoder, *, restores: int = 0, repeats: bool = False
+    ) -> Judge:
+        """Measure the exact tensors and build the checks of all budgets.
+
+        Args:
+            budgets: of the search.
+            exact: decodes the exact tensors.
+            restores: expected number of restarts, see `Budget.limit`.
+            repeats: measure the exact tensors a second time, and require equal values.
+
+        Raises:
+            ConfigError: a quality raises, cannot be measured from, or is not deterministic; or budgets
+                contradict each other.
+        """
+        baselines: dict[int, Baseline] = {}  # by quality
+        for budget in budgets:
+            if id(budget.quality) not in baselines:
+                decoder = replace(exact, is_whole=budget.trains)
+                baselines[id(budget.quality)] = _call(budget, prepare, budget.quality, decoder)
+        measurements = [budget.read(baselines[id(budget.quality)].exact) for budget in budgets]
+        check_consistent(budgets, measurements)
+        checks = []
+        for budget, measured in zip(budgets, measurements, strict=True):
+            budget.check_exact(measured)
+            baseline = baselines[id(budget.quality)]
+            limit = budget.limit(baseline.gain_per_step, restores, is_mean=len(measured.values) == 1)
+            checks.append(BudgetCheck(budget=budget, baseline=baseline, exact=measured, limit=limit))
+        made = cls(tuple(checks), exact)
+        if repeats:
+            made._check_deterministic()
+        return made
+
+    def _check_deterministic(self) -> None:
+        """Measure the exact tensors again, except by resumed training, whose noise is known."""
+        repeatable = replace(self, checks=tuple(check for check in self.checks if not check.budget.trains))
+        for check, repeated in zip(repeatable.checks, repeatable.measure(self.exact.tensors), strict=True):
+            exact, used = check.exact, judge(check.limit, check.exact, repeated).used
+            if used is None or used > MAX_REPEAT_DIFFERENCE:
+                n, n_unequal = len(exact.values), int((repeated.values != exact.values).sum())
+                differ = f", and {n_unequal} of {n} values differ" if n > 1 else ""
+                raise ConfigError(
+                    f"{check.budget.name}: the {exact.metric} of the same exact tensors is {exact.value:.8g} "
+                    f"and then {repeated.value:.8g}{differ}; fix the data and the seed, and call model.eval()"
+                )
+
+    def measure(self, tensors: Mapping[str, TensorSource]) -> Measurements:
+        """Evaluate the quality of each budget on decoded tensors; a shared quality is called once.
+
+        Raises:
+            ConfigError: a quality raises, or returns no number.
+        """
+        results: dict[int, Any] = {}
+        for check in self.checks:
+            quality = check.baseline.quality
+            if id(quality) not in results:
+                decoder = replace(self.exact, tensors=tensors, is_whole=check.budget.trains)
+                results[id(quality)] = _call(check.budget, quality, decoder.state())
+        return tuple(check.budget.read(results[id(check.baseline.quality)]) for check in self.checks)
 
     @property
     def unmeasurable(self) -> tuple[str, ...]:
@@ -276,74 +297,3 @@ class Judge:
         return tuple(
             record for check, measured, judged in rows for record in check.records(measured, judged, date)
         )
-
-
-def judge_of(
-    budgets: tuple[Budget, ...],
-    tensors: Mapping[str, TensorSource],
-    scope: Scope,
-    run: MapFunction,
-    *,
-    restores: int = 0,
-    repeats: bool = False,
-) -> Judge:
-    """Measure the exact tensors and build the checks of all budgets.
-
-    Args:
-        budgets: of the search.
-        tensors: the exact tensors, by name.
-        scope: names of the tensors that qualities are called with.
-        run: maps a function over chunks.
-        restores: expected number of restarts, see `Budget.limit`.
-        repeats: measure the exact tensors a second time, and require equal values.
-
-    Raises:
-        ConfigError: a quality raises, cannot be measured from, or is not deterministic; or budgets contradict
-            each other.
-    """
-    by_quality: dict[int, Baseline] = {}  # several budgets may share a quality
-    for budget in budgets:
-        if id(budget.quality) not in by_quality:
-            exact = Decoder(tensors, budget, scope, run)
-            by_quality[id(budget.quality)] = _call(budget, prepare, budget.quality, exact)
-    baselines = [by_quality[id(budget.quality)] for budget in budgets]
-    measurements = tuple(budget.read(base.exact) for budget, base in zip(budgets, baselines, strict=True))
-    check_consistent(budgets, measurements)
-    for budget, measurement in zip(budgets, measurements, strict=True):
-        budget.check_exact(measurement)
-    prepared = tuple(replace(b, quality=base.quality) for b, base in zip(budgets, baselines, strict=True))
-    checks = tuple(
-        BudgetCheck(
-            limit=budget.limit(baseline.gain_per_step, restores, is_mean=len(measurement.values) == 1),
-            exact=measurement,
-            promise="resume-gap" if is_of_training(budget) else "quality-drop",
-            digest=budget.data_digest,
-            noise=baseline.noise,
-            gain_per_step=baseline.gain_per_step,
-        )
-        for budget, baseline, measurement in zip(budgets, baselines, measurements, strict=True)
-    )
-    if repeats:
-        _check_deterministic(prepared, checks, scope, tensors, run)
-    return Judge(checks, lambda decoded: measure(prepared, scope, decoded, run))
-
-
-def _check_deterministic(
-    budgets: Sequence[Budget],
-    checks: Sequence[BudgetCheck],
-    scope: Scope,
-    tensors: Mapping[str, TensorSource],
-    run: MapFunction,
-) -> None:
-    """Measure the exact tensors again, except with qualities of resumed training, whose noise is known."""
-    rows = [(b, check) for b, check in zip(budgets, checks, strict=True) if not is_of_training(b)]
-    measurements = measure([budget for budget, _ in rows], scope, tensors, run)
-    for (budget, check), repeated in zip(rows, measurements, strict=True):
-        exact, used = check.exact, judge(check.limit, check.exact, repeated).used
-        if used is None or used > MAX_REPEAT_DIFFERENCE:
-            n, n_unequal = len(exact.values), int((repeated.values != exact.values).sum())
-            differ = f", and {n_unequal} of {n} values differ" if n > 1 else ""
-            raise ConfigError(
-                f"{budget.name}: the {exact.metric} of the same exact tensors is {exact.value:.8g} and then "
-                f"{repeated.value:.8g}{differ}; fix the data and the seed, and call model.eval()"
-            )

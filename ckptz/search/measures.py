@@ -26,7 +26,8 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, Final, Protocol, TypeAlias
@@ -205,37 +206,36 @@ class Agreement:
 
     def against(self, exact: ExactState) -> Baseline:
         """Compute the logits of the exact state, which trials are compared with."""
-        rows = _logit_rows(
-            self.logits(exact.state()), self.metric
-        ).copy()  # the function may reuse its memory
+        rows = self._rows(exact.state()).copy()  # the function may reuse its memory
         if not rows.size:
             raise ConfigError(f"{self.metric} returned no logits: shape {list(rows.shape)}")
         if not np.isfinite(rows.max(axis=1)).all():
             raise ConfigError(f"{self.metric}: logits of the exact tensors hold NaN or infinity")
-        return Baseline(_AgreementWithExact(self.logits, rows), {KL: 0.0, TOP1: 1.0})
+        return Baseline(partial(self._compare, rows), {KL: 0.0, TOP1: 1.0})
 
-
-@dataclass(frozen=True, slots=True)
-class _AgreementWithExact:
-    """The agreement of a trial with exact logits; a class, so that it can be pickled."""
-
-    logits: Callable[[State], Any]
-    exact: Logits
-
-    @property
-    def metric(self) -> str:
-        return name_of(self.logits)
-
-    def __call__(self, state: State) -> dict[str, float]:
-        """Return "kl" and "top1"; NaN if a logit is not finite."""
-        decoded = _logit_rows(self.logits(state), self.metric)
-        if decoded.shape != self.exact.shape:
-            n_decoded, n_exact = (" x ".join(map(str, logits.shape)) for logits in (decoded, self.exact))
+    def _compare(self, exact: Logits, state: State) -> dict[str, float]:
+        """Return "kl" and "top1" of a trial; NaN if a logit is not finite."""
+        decoded = self._rows(state)
+        if decoded.shape != exact.shape:
+            n_decoded, n_exact = (" x ".join(map(str, logits.shape)) for logits in (decoded, exact))
             raise ConfigError(
                 f"{self.metric} returned {n_decoded} logits for a trial and {n_exact} for the exact tensors; "
                 "evaluate the same inputs each time"
             )
-        return agreement_of(self.exact, decoded)
+        return agreement_of(exact, decoded)
+
+    def _rows(self, state: State) -> Logits:
+        """Return the logits of a state as float32 [positions, entries]."""
+        logits = self.logits(state)
+        if hasattr(logits, "detach"):
+            logits = logits.detach().cpu().float()  # numpy has no bfloat16
+        try:
+            rows: Logits = np.asarray(logits, np.float32)
+        except (TypeError, ValueError):
+            rows = np.zeros((), np.float32)
+        if not rows.ndim:
+            raise ConfigError(f"{self.metric} returned no logits [..., entries] but {type(logits).__name__}")
+        return rows.reshape(-1, rows.shape[-1]) if rows.size else rows.reshape(0, 1)
 
 
 def agreement_of(exact: Logits, decoded: Logits) -> dict[str, float]:
@@ -254,7 +254,10 @@ def agreement_of(exact: Logits, decoded: Logits) -> dict[str, float]:
     n_rows = max(CHUNK_ENTRIES // exact.shape[1], 1)
     for begin in range(0, len(exact), n_rows):
         p, q = exact[begin : begin + n_rows], decoded[begin : begin + n_rows]
-        divergence += _divergence(_log_softmax(p), _log_softmax(q))
+        log_p, log_q = _log_softmax(p), _log_softmax(q)
+        share = np.exp(log_p)
+        difference = np.subtract(log_p, log_q, out=np.zeros_like(log_p), where=share > 0)  # 0 where p is 0
+        divergence += float(product(share.ravel(), difference.ravel()))
         n_equal += int((p.argmax(axis=1) == q.argmax(axis=1)).sum())
     return {KL: max(divergence, 0.0) / len(exact), TOP1: n_equal / len(exact)}
 
@@ -264,26 +267,6 @@ def _log_softmax(logits: Logits) -> Reals:
     log_p -= log_p.max(axis=1, keepdims=True)
     log_p -= np.log(np.exp(log_p).sum(axis=1, keepdims=True))
     return log_p
-
-
-def _divergence(log_p: Reals, log_q: Reals) -> float:
-    """Sum p * (log p - log q) over positions and entries; 0 where p is 0."""
-    p = np.exp(log_p)
-    difference = np.subtract(log_p, log_q, out=np.zeros_like(log_p), where=p > 0)
-    return float(product(p.ravel(), difference.ravel()))
-
-
-def _logit_rows(logits: Any, name: str) -> Logits:
-    """Convert a tensor or an array [..., entries] to float32 [positions, entries]."""
-    if hasattr(logits, "detach"):
-        logits = logits.detach().cpu().float()  # numpy has no bfloat16
-    try:
-        rows: Logits = np.asarray(logits, np.float32)
-    except (TypeError, ValueError):
-        rows = np.zeros((), np.float32)
-    if not rows.ndim:
-        raise ConfigError(f"{name} returned no logits [..., entries] but {type(logits).__name__}")
-    return rows.reshape(-1, rows.shape[-1]) if rows.size else rows.reshape(0, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,29 +315,19 @@ class ResumeProbe:
 
     def against(self, exact: ExactState) -> Baseline:
         """Measure the exact state, the noise floor and the gain of a training step."""
-        resumed_loss = _ResumedLoss(self.resume, self.n_steps)
-        loss, noise = resumed_loss(exact.state()), self.noise_floor
+        quality = partial(self._loss, self.n_steps)
+        loss, noise = quality(exact.state()), self.noise_floor
         if not math.isfinite(loss):
-            return Baseline(resumed_loss, loss, noise or 0.0)
+            return Baseline(quality, loss, noise or 0.0)
         if noise is None:
-            losses = (resumed_loss(exact.state()), resumed_loss(exact.noisy_state(NOISE_SHARE, seed=0)))
+            losses = (quality(exact.state()), quality(exact.noisy_state(NOISE_SHARE, seed=0)))
             differences = [abs(repeated - loss) for repeated in losses]
             noise = max(d if math.isfinite(d) else math.inf for d in differences)
-        gain = loss - replace(resumed_loss, n_steps=2 * self.n_steps)(exact.state())
-        return Baseline(resumed_loss, loss, noise, gain / self.n_steps if gain > noise else None)
+        gain = loss - self._loss(2 * self.n_steps, exact.state())
+        return Baseline(quality, loss, noise, gain / self.n_steps if gain > noise else None)
 
-
-@dataclass(frozen=True, slots=True)
-class _ResumedLoss:
-    """The loss after the steps of a `ResumeProbe`; a class, so that it can be pickled."""
-
-    resume: Callable[[State, int], Any]
-    n_steps: int
-    metric: ClassVar[str] = RESUME
-    trains: ClassVar[bool] = True
-
-    def __call__(self, state: State) -> float:
-        return to_float(self.resume(state, self.n_steps), name_of(self.resume))
+    def _loss(self, n_steps: int, state: State) -> float:
+        return to_float(self.resume(state, n_steps), name_of(self.resume))
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,11 +373,20 @@ class NamedFunction:
 @functools.cache
 def _load(text: str) -> Callable[..., Any]:
     where, _, name = text.rpartition(":")
+    is_file = where.endswith(".py")
+    if is_file and not Path(where).is_file():
+        raise ConfigError(f"{where}: no such file; {FUNCTION_FORM}")
+    folder = str(Path(where).absolute().parent) if is_file else os.getcwd()  # as Python does for a script
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
     try:
-        module = _module_of_file(Path(where)) if where.endswith(".py") else _module_named(where)
+        module = _module_of_file(Path(where)) if is_file else importlib.import_module(where)
     except ConfigError:
         raise
     except Exception as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if not is_file and missing is not None and f"{where}.".startswith(f"{missing}."):
+            raise ConfigError(f"no module {missing!r} is found from {folder}; {FUNCTION_FORM}") from None
         raise ConfigError(f"{where}: {type(error).__name__} while it was loaded: {error}") from error
     function = getattr(module, name, None)
     if not callable(function):
@@ -413,9 +395,6 @@ def _load(text: str) -> Callable[..., Any]:
 
 
 def _module_of_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such file; {FUNCTION_FORM}")
-    _make_importable(str(path.absolute().parent))  # as Python does for a script
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{path}: cannot be loaded as Python; {FUNCTION_FORM}")
@@ -423,18 +402,3 @@ def _module_of_file(path: Path) -> ModuleType:
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
     return module
-
-
-def _module_named(name: str) -> ModuleType:
-    _make_importable(os.getcwd())
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module exists; one of its imports is missing
-        raise ConfigError(f"no module {error.name!r} is found from {os.getcwd()}; {FUNCTION_FORM}") from None
-
-
-def _make_importable(folder: str) -> None:
-    if folder not in sys.path:
-        sys.path.insert(0, folder)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -27,7 +27,7 @@ from ckptz.format.reader import Container
 from ckptz.format.written import Written, amend_quality
 from ckptz.parallel import Workers
 from ckptz.search.budget import SearchOptions, SearchReport, TrialReport, recorded_in, used_by_examples
-from ckptz.search.evaluation import Judge, Measurements, Scope, is_of_training, judge_of, open_trial
+from ckptz.search.evaluation import Decoder, Judge, Measurements, open_trial
 from ckptz.search.predicted_sizes import predicted_sizes
 from ckptz.search.spaces import CubeSpace, MultiplierSpace, space_of
 from ckptz.search.strategies import (
@@ -38,7 +38,6 @@ from ckptz.search.strategies import (
     MultiplierSearch,
     Neighbourhood,
     Outcome,
-    Predict,
     Strategy,
     run_stages,
 )
@@ -48,10 +47,6 @@ from ckptz.words import finite_or_none
 from ckptz.write.frame_writer import Earlier, FilePlan, matching_base
 from ckptz.write.job import WriteJob, prepared
 from ckptz.write.writer import write_container
-
-# Strategies in order, a function that predicts file sizes or None, and the number of predicted sizes.
-StrategyPlan = tuple[Sequence[Strategy], Predict | None, int]
-__all__ = ["SearchOptions", "SearchReport", "SearchRun", "TrialReport", "search_and_write"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +81,14 @@ def search_and_write(
         if options.max_evaluations == 0:
             return _write_with_parent(target, ready, options, run)
         weights = tuple(name for name in job.tensors if _is_of_model(name, job, ready))
-        return _search(target, ready, weights, options, run)
+        exact = Decoder(
+            tensors=ready.tensors,
+            weights=weights,
+            tied=tied_names(ready.tree, ready.tensors),
+            prefix=run.prefix,
+            run=run.workers.map,
+        )
+        return _search(target, ready, exact, options, run)
 
 
 def _write_with_parent(
@@ -98,7 +100,7 @@ def _write_with_parent(
         raise ConfigError("max_evaluations=0 needs settings from a base or --config, but none records any")
     with contextlib.ExitStack() as stack:
         trial = write_trial(target, FilePlan.of(replace(ready, config=config)), run, stack)
-        trial.publish(run, options)
+        trial.publish(run, options.is_dry_run)
     report = SearchReport(
         method=options.template.name,
         strategy="replay",
@@ -110,17 +112,19 @@ def _write_with_parent(
 
 
 def _search(
-    target: Path, ready: WriteJob, weights: tuple[str, ...], options: SearchOptions, run: SearchRun
+    target: Path, ready: WriteJob, exact: Decoder, options: SearchOptions, run: SearchRun
 ) -> tuple[Written, SearchReport]:
-    """Search with the prepared job; `weights` are the names of the model's tensors."""
+    """Search with the prepared job; `exact` decodes its tensors for the qualities."""
     template, start = searched_template(options), time.perf_counter()
     lossy = _lossy_names(ready, template)
     with contextlib.ExitStack() as stack:
         options.on_begin(None, None)
-        judge = _judge(ready, weights, options, run)
+        # With a parent's settings one or two evaluations are enough; a repeat would add much to their time.
+        repeats = parent_config(options, ready) is None
+        judge = Judge.of(options.budgets, exact, restores=options.restores, repeats=repeats)
         exact_seconds = time.perf_counter() - start
-        stages, predict, n_predicted = choose_strategies(options, ready, run.workers.map)
-        searcher = Searcher(target, ready, options, run, judge, predict, stack)
+        stages, predicted = choose_strategies(options, ready, run.workers.map)
+        searcher = Searcher(target, ready, options, run, judge, predicted, stack)
         is_interrupted = searcher.search(stages if lossy and not judge.unmeasurable else [])
         written, records = searcher.publish()
     best, trials = searcher.best, searcher.reports
@@ -135,8 +139,8 @@ def _search(
         metrics=tuple(check.exact.metric for check in judge.checks),
         exact=tuple(check.exact.value for check in judge.checks),
         trials=tuple(trials),
-        n_predicted=n_predicted,
-        noise=tuple(check.noise for check in judge.checks),
+        n_predicted=len(predicted),
+        noise=tuple(check.baseline.noise for check in judge.checks),
         unmeasurable=judge.unmeasurable if lossy else (),
         doubts=judge.doubts(last.judgements) if last else (),
         quality=records,
@@ -144,18 +148,6 @@ def _search(
         evaluation_seconds=exact_seconds + sum(t.evaluation_seconds for t in trials),
     )
     return written, report
-
-
-def _judge(ready: WriteJob, weights: tuple[str, ...], options: SearchOptions, run: SearchRun) -> Judge:
-    tensors = ready.tensors
-    optimizer = tuple(name for name in tensors if name not in set(weights))
-    scope = Scope(weights, optimizer, tied_names(ready.tree, tensors), run.prefix)
-    return judge_of(
-        *(options.budgets, tensors, scope, run.workers.map),
-        restores=options.restores,
-        # With a parent's settings one or two evaluations are enough; a repeat would add much to their time.
-        repeats=parent_config(options, ready) is None,
-    )
 
 
 def _is_of_model(name: str, job: WriteJob, ready: WriteJob) -> bool:
@@ -171,7 +163,7 @@ def _is_of_model(name: str, job: WriteJob, ready: WriteJob) -> bool:
 
 def searched_template(options: SearchOptions) -> Method:
     """Return the template of a search, adapted to its budgets and restarts."""
-    trains = any(map(is_of_training, options.budgets))
+    trains = any(budget.trains for budget in options.budgets)
     template = options.template
     return space_of(template).template(template, trains=trains, restarts=options.restores > 0)
 
@@ -186,17 +178,23 @@ def parent_config(options: SearchOptions, job: WriteJob) -> Method | None:
     return space.scaled(template, space.multiplier(parent))
 
 
-def choose_strategies(options: SearchOptions, ready: WriteJob, run: MapFunction) -> StrategyPlan:
-    """Choose the strategies of a search; `run` maps a function over tensors."""
+def choose_strategies(
+    options: SearchOptions, ready: WriteJob, run: MapFunction
+) -> tuple[Sequence[Strategy], Mapping[Method, float]]:
+    """Choose the strategies of a search; `run` maps a function over tensors.
+
+    Returns:
+        (strategies in order; predicted sizes in bytes of the configurations, if they need any).
+    """
     template, parent = searched_template(options), parent_config(options, ready)
     space = space_of(template)
     if isinstance(space, MultiplierSpace):
         first = MultiplierSearch(template=template, space=space)
         if parent is None:
-            return [first], None, 0
+            return [first], {}
         # If the parent's multiplier is far off, the search continues like a first one.
         first = replace(first, start=space.multiplier(parent), is_stochastic=options.restores > 0)
-        return [replace(first, max_trials=MAX_LATER, close=CLOSE_LATER), first], None, 0
+        return [replace(first, max_trials=MAX_LATER, close=CLOSE_LATER), first], {}
     assert isinstance(space, CubeSpace)
     lossy = _lossy_names(ready, template)
     roles, all_guides = ready.roles or {}, ready.guides or {}
@@ -211,7 +209,8 @@ def choose_strategies(options: SearchOptions, ready: WriteJob, run: MapFunction)
     finer = space.finer(template)
     points = (cube.config(point) for cube in cubes for point in cube.points)
     configs = list(dict.fromkeys([*points, *finer, *(() if parent is None else (parent,))]))
-    predict = predicted_sizes(tensors_to_encode, roles, configs, run).__getitem__
+    predicted = predicted_sizes(tensors_to_encode, roles, configs, run)
+    predict = predicted.__getitem__
     guided = Guided(cubes=cubes, predict=predict, n_reserved=len(finer))
     stages: list[Strategy] = [guided, Finer(configs=finer)]
     if parent is not None:
@@ -219,7 +218,7 @@ def choose_strategies(options: SearchOptions, ready: WriteJob, run: MapFunction)
             parent=parent, cubes=cubes, predict=predict, tries_parent=options.restores > 0
         )
         stages.insert(0, neighbourhood)
-    return stages, predict, len(configs)
+    return stages, predicted
 
 
 def _lossy_names(ready: WriteJob, config: Method) -> list[str]:
@@ -238,10 +237,10 @@ class Trial:
     path: Path
     written: Written
 
-    def publish(self, run: SearchRun, options: SearchOptions) -> None:
+    def publish(self, run: SearchRun, is_dry_run: bool) -> None:
         """Check the inputs, and publish the file unless this is a dry run."""
         run.check()
-        if not options.is_dry_run:
+        if not is_dry_run:
             self.publication.commit()
 
 
@@ -271,7 +270,7 @@ class Searcher:
     options: SearchOptions
     run: SearchRun
     judge: Judge
-    predict: Predict | None
+    predicted: Mapping[Method, float]  # file sizes in bytes
     stack: contextlib.ExitStack  # closes the first trial, and removes unpublished files
     reports: list[TrialReport] = field(default_factory=list)
     outcomes: dict[str, Outcome] = field(default_factory=dict)  # of evaluated trials, by content id
@@ -330,7 +329,7 @@ class Searcher:
         report = TrialReport(
             config=settings,
             strategy=strategy,
-            predicted_bytes=None if self.predict is None else round(self.predict(config)),
+            predicted_bytes=round(self.predicted[config]) if self.predicted else None,
             n_bytes=outcome.n_bytes,
             drop=finite_or_none(outcome.used),
             is_feasible=outcome.is_feasible,
@@ -361,5 +360,5 @@ class Searcher:
             records = self.judge.records(self.best.measurements)
             n_bytes = amend_quality(trial.path, records)
             trial.written = replace(trial.written, stored_bytes=n_bytes)
-        trial.publish(self.run, self.options)
+        trial.publish(self.run, self.options.is_dry_run)
         return trial.written, records

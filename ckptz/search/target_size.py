@@ -68,8 +68,7 @@ def write_to_size(target: Path, job: WriteJob, limit: int, run: SearchRun) -> tu
                     f"{smallest:,.0f}; use a larger target size"
                 )
             trial, x = _finest(lambda x: written(config_at(x)), predicted, limit, (lowest, highest))
-        run.check()
-        trial.publication.commit()
+        trial.publish(run, is_dry_run=False)
         config = None if x is None else config_at(x)
         what = "lossless" if config is None else _changes(job.config, config)
         note = f"target of {limit:,} bytes: {what}"

@@ -22,9 +22,8 @@ from ckptz.parallel import Workers
 from ckptz.run.folder import StepStore
 from ckptz.run.step_files import OWNER, ChainRule, FileKind, StepFile
 from ckptz.run.writer import found_base
-from ckptz.search.budget import Budget, config_of, recorded_in
-from ckptz.search.evaluation import is_of_training
-from ckptz.search.run import SearchOptions, SearchReport, SearchRun, search_and_write
+from ckptz.search.budget import Budget, SearchOptions, SearchReport, config_of, recorded_in
+from ckptz.search.run import SearchRun, search_and_write
 from ckptz.store.resolve import Checkpoint, base_ref
 from ckptz.training.files import LossSettings, StepState, id_of, remembering
 from ckptz.training.state import model_state
@@ -126,7 +125,7 @@ class BudgetSearch:
         Raises:
             ConfigError: an evaluation fails, or returns no valid value for the exact tensors.
         """
-        is_of_state = any(map(is_of_training, self._options.budgets))  # as well as of the weights
+        is_of_state = any(budget.trains for budget in self._options.budgets)  # as well as of the weights
         kinds: tuple[FileKind, ...] = ("weights", "state") if is_of_state else ("weights",)
         with contextlib.ExitStack() as stack:
             opened = {kind: found_base(partial(store.open_base, kind, rule), stack, []) for kind in kinds}

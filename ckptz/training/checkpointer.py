@@ -39,8 +39,7 @@ from ckptz.run.folder import StepStore
 from ckptz.run.keep import KEEP_ALL, KEEP_LAST, KeepPolicy
 from ckptz.run.prune import prune
 from ckptz.run.step_files import ALL_EXACT, MAX_STEP, ChainRule, StepFile, checked_step
-from ckptz.search.budget import Budget
-from ckptz.search.run import SearchReport
+from ckptz.search.budget import Budget, SearchReport
 from ckptz.state.roles import SECOND_MOMENTS
 from ckptz.store.lock import NOT_ALLOWED
 from ckptz.store.resolve import MAX_DEPTH, Path_

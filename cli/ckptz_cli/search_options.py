@@ -27,9 +27,8 @@ from ckptz_cli.session import is_quiet, is_terminal, is_verbose
 
 if TYPE_CHECKING:
     from ckptz.codec.method import Method
-    from ckptz.search.budget import Budget
+    from ckptz.search.budget import Budget, SearchOptions, TrialReport
     from ckptz.search.measures import NamedFunction
-    from ckptz.search.run import SearchOptions, TrialReport
     from ckptz.verbs.compress import CompressReport
 
 
@@ -323,7 +322,7 @@ def _search(
     search_settings: Mapping[str, int],
 ) -> SearchOptions:
     from ckptz.errors import ConfigError
-    from ckptz.search.run import SearchOptions
+    from ckptz.search.budget import SearchOptions
     from ckptz.search.spaces import DEFAULT_METHOD, CubeSpace, MultiplierSpace, reference, space_of
 
     if parent is not None and not parent.is_lossy:

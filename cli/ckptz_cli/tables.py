@@ -26,7 +26,7 @@ from ckptz_cli.render import all_tensors, judged_text, plural
 from ckptz_cli.session import is_terminal
 
 if TYPE_CHECKING:
-    from ckptz.search.run import TrialReport
+    from ckptz.search.budget import TrialReport
 
 WIDE: Final = 4096  # columns without a terminal, so that nothing wraps
 LAST_SHOWN: Final = 12  # newest trials of a search that are shown

@@ -18,7 +18,7 @@ from ckptz.format.reader import Container
 from ckptz.format.sources import TensorSource
 from ckptz.format.written import Written
 from ckptz.parallel import Workers
-from ckptz.search.run import SearchOptions
+from ckptz.search.budget import SearchOptions
 from ckptz.torch import source_of
 from ckptz.write import frame_writer
 from ckptz.write.frame_writer import Earlier, FilePlan

@@ -14,8 +14,7 @@ from safetensors.torch import save_file as save_plain
 
 from ckptz import Budget, Checkpointer, Grid, KeepPolicy, KMeans, ResumeProbe, compress, inspect
 from ckptz.codec.method import Method
-from ckptz.search.budget import Judgement, Limit, Measurement, judge, share_used
-from ckptz.search.run import SearchOptions
+from ckptz.search.budget import Judgement, Limit, Measurement, SearchOptions, judge, share_used
 from ckptz.search.spaces import GridSpace
 from ckptz.search.strategies import MultiplierSearch, Neighbourhood, Outcome
 from ckptz.torch import load_file

@@ -16,7 +16,7 @@ from ckptz import Budget, Grid, compress
 from ckptz.codec.grid import MAX_SECOND_STEP
 from ckptz.codec.grid_steps import REFERENCE_NOISE, SPREAD_CAP
 from ckptz.codec.moments import Moments
-from ckptz.search.run import SearchOptions
+from ckptz.search.budget import SearchOptions
 from ckptz.search.spaces import SPACES, MultiplierSpace
 from ckptz.search.strategies import (
     CLOSE_LATER,

@@ -13,9 +13,8 @@ from safetensors.torch import save_file as save_plain
 
 from ckptz import Agreement, Budget, ResumeProbe
 from ckptz import compress as compress_files
-from ckptz.search.budget import Measurement, check_consistent
+from ckptz.search.budget import Measurement, SearchOptions, check_consistent
 from ckptz.search.measures import CHUNK_ENTRIES, NOISE_SHARE, agreement_of, prepare
-from ckptz.search.run import SearchOptions
 from ckptz.torch import load_file
 from ckptz.verbs.compress import CompressReport
 from tests.support.cli_support import ckptz

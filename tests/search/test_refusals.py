@@ -13,9 +13,8 @@ from safetensors.torch import save_file
 
 from ckptz import Agreement, Budget, Grid, KMeans, ResumeProbe, compress
 from ckptz.errors import ConfigError
-from ckptz.search.budget import Limit, Measurement, judge
+from ckptz.search.budget import Limit, Measurement, SearchOptions, judge
 from ckptz.search.measures import prepare
-from ckptz.search.run import SearchOptions
 
 Call = Callable[[], object]
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file as load_plain
 
 from ckptz import Budget, compress
 from ckptz.format.publish import Publication
-from ckptz.search.run import SearchOptions, TrialReport
+from ckptz.search.budget import SearchOptions, TrialReport
 from ckptz.search.spaces import SPACES
 from ckptz.torch import load_file
 from ckptz.verbs.compress import CompressReport
