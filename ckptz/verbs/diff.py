@@ -141,10 +141,7 @@ def diff(
         pairs = [_Pair(name, a.tensors[name], b.tensors[name]) for name in common]
         progress.start(f"{a.name} and {b.name}", sum(pair.a.n_bytes for pair in pairs if pair.is_read))
         sums = _sums_of(pairs, workers, progress)
-        diffs = [_tensor_diff(pair, sums[pair.name]) for pair in pairs]
-        diffs += [_only(name, "only in A", a.tensors[name]) for name in a.tensors if name not in b.tensors]
-        diffs += [_only(name, "only in B", b.tensors[name]) for name in b.tensors if name not in a.tensors]
-        return _report(a, b, sorted(diffs, key=_order), sums, top, start)
+        return _report(a, b, sums, top, start)
 
 
 # --- the two checkpoints ------------------------------------------------------------------------
@@ -216,21 +213,20 @@ class _Pair:
         return self.a.dtype == self.b.dtype and tuple(self.a.shape) == tuple(self.b.shape)
 
     @property
-    def is_known_equal(self) -> bool:
-        """True if the stored checksums of A and B are equal, which makes reading them unnecessary."""
-        a, b = self.a, self.b
-        if not self.is_same_type or not isinstance(a, FrameSource) or not isinstance(b, FrameSource):
-            return False
-        return a.entry.checksum == b.entry.checksum
+    def has_numbers(self) -> bool:
+        """True if the patterns of A and B are numbers of known dtypes."""
+        return self.a.dtype.name in NUMBERS and self.b.dtype.name in NUMBERS
 
     @property
     def is_read(self) -> bool:
         """True if the values of A and B must be read to compare them."""
-        if self.is_same_type:
-            return not self.is_known_equal
-        has_numbers = self.a.dtype.name in NUMBERS and self.b.dtype.name in NUMBERS
-        is_same_shape = tuple(self.a.shape) == tuple(self.b.shape)
-        return has_numbers and is_same_shape and self.a.n_patterns == self.b.n_patterns
+        a, b = self.a, self.b
+        if self.is_same_type:  # with equal stored checksums, the values are equal
+            if not (isinstance(a, FrameSource) and isinstance(b, FrameSource)):
+                return True
+            return a.entry.checksum != b.entry.checksum
+        is_same_shape = tuple(a.shape) == tuple(b.shape)
+        return self.has_numbers and is_same_shape and a.n_patterns == b.n_patterns
 
 
 @dataclass(slots=True)
@@ -276,10 +272,9 @@ def _compare(chunk: tuple[_Pair, int, int]) -> tuple[_Pair, _Totals]:
     """Compare elements begin..end of a pair."""
     pair, begin, end = chunk
     sums, (a, b) = _Totals(n_patterns=end - begin), _both_patterns(*chunk)
-    has_numbers = pair.a.dtype.name in NUMBERS and pair.b.dtype.name in NUMBERS
     if pair.is_same_type and a is not b:
         sums.n_changed = int(np.count_nonzero(a != b))
-    if has_numbers:
+    if pair.has_numbers:
         _add_numbers(sums, pair, NUMBERS[pair.a.dtype.name](a), NUMBERS[pair.b.dtype.name](b))
     return pair, sums
 
@@ -352,25 +347,23 @@ NUMBERS: Final[Mapping[str, Callable[[Patterns], NDArray[Any]]]] = {
 # --- the report ---------------------------------------------------------------------------------
 
 
-def _only(name: str, kind: Difference, source: TensorSource) -> TensorDiff:
-    dtype, shape = source.dtype.name, tuple(source.shape)
-    if kind == "only in A":
-        return TensorDiff(name=name, kind=kind, dtype_a=dtype, shape_a=shape)
-    return TensorDiff(name=name, kind=kind, dtype_b=dtype, shape_b=shape)
-
-
-def _tensor_diff(pair: _Pair, sums: _Totals) -> TensorDiff:
+def _tensor_diff(name: str, a: TensorSource | None, b: TensorSource | None, sums: _Totals) -> TensorDiff:
+    """Describe the difference of a tensor, which A or B may lack."""
+    dtype_a, shape_a = (None, None) if a is None else (a.dtype.name, tuple(a.shape))
+    dtype_b, shape_b = (None, None) if b is None else (b.dtype.name, tuple(b.shape))
     kind: Difference = "changed" if sums.n_changed else "equal"
-    if not pair.is_same_type:
-        kind = "reshaped" if tuple(pair.a.shape) != tuple(pair.b.shape) else "retyped"
+    if a is None or b is None:
+        kind = "only in B" if a is None else "only in A"
+    elif (dtype_a, shape_a) != (dtype_b, shape_b):
+        kind = "reshaped" if shape_a != shape_b else "retyped"
     has_numbers = bool(sums.n_numbers) and kind != "equal"
     return TensorDiff(
-        name=pair.name,
+        name=name,
         kind=kind,
-        dtype_a=pair.a.dtype.name,
-        dtype_b=pair.b.dtype.name,
-        shape_a=tuple(pair.a.shape),
-        shape_b=tuple(pair.b.shape),
+        dtype_a=dtype_a,
+        dtype_b=dtype_b,
+        shape_a=shape_a,
+        shape_b=shape_b,
         changed_share=sums.n_changed / sums.n_patterns if sums.n_patterns else None,
         max_change=finite_or_none(sums.largest) if has_numbers else None,
         rms_change=finite_or_none(math.sqrt(sums.error / sums.n_numbers)) if has_numbers else None,
@@ -401,14 +394,14 @@ def _shown(value: str | None, at: int) -> str | None:
     return f"{'...' * (begin > 0)}{value[begin:end]}{'...' * (end < len(value))}"
 
 
-def _report(
-    a: _Side,
-    b: _Side,
-    diffs_in_order: Sequence[TensorDiff],
-    sums: Mapping[str, _Totals],
-    top: int | None,
-    start: float,
-) -> DiffReport:
+def _report(a: _Side, b: _Side, sums: Mapping[str, _Totals], top: int | None, start: float) -> DiffReport:
+    diffs_in_order = sorted(
+        (
+            _tensor_diff(name, a.tensors.get(name), b.tensors.get(name), sums.get(name, _Totals()))
+            for name in {**a.tensors, **b.tensors}
+        ),
+        key=_order,
+    )
     values_a, values_b = ({}, {}) if a.values is None or b.values is None else (a.values, b.values)
     differing = list(_value_diffs(values_a, values_b))
     values = [value for value in differing if _RANDOM.fullmatch(value.name) is None]

@@ -159,7 +159,7 @@ def rebase(
         if container is None:
             what = "a plain safetensors file has no base; name a .ckptz file"
             raise ConfigError(f"{checkpoint.name}: {what}")
-        target = path if output is None else output
+        target = output or path
         if output is not None:
             check_target(output, checkpoint.paths, force=force)
         tensors, bases = self_contained(checkpoint)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 
 import numpy as np
 
@@ -16,11 +14,10 @@ from ckptz.foreign.inputs import Input, check_not_torch, open_input
 from ckptz.format.byte_source import naming_urls, path_of
 from ckptz.format.index import Sharding
 from ckptz.format.reader import Container, FrameSource, check_empty, frames_of
-from ckptz.format.sources import TensorSource
+from ckptz.format.sources import TensorSource, tensor_bytes
 from ckptz.format.values import FLOAT_KINDS
 from ckptz.kernels import cpu
 from ckptz.kernels.clock import working_seconds
-from ckptz.kernels.floats import Patterns
 from ckptz.parallel import SILENT, Progress, Workers
 from ckptz.run.names import resolve
 from ckptz.run.residuals import residual_or_file
@@ -74,99 +71,76 @@ def verify(
         CorruptionError: decoded values are not those that were written, or differ from the original.
         MissingBaseError: the chain is incomplete.
     """
-    start, located = working_seconds(), resolve(path)
-    if located.shards is not None:
-        return _verify_shards(path, located.shards, against, jobs, search_path, progress)
-    file = check_not_torch(located.path) if located.weights is None else residual_or_file(located.weights)
-    with contextlib.ExitStack() as opened, Workers(jobs) as workers:
-        checkpoint = opened.enter_context(contextlib.closing(open_checkpoint(file, to_paths(search_path))))
-        if checkpoint.container is None and against is None:
+    start, located, folders = working_seconds(), resolve(path), to_paths(search_path)
+    with contextlib.ExitStack() as stack, Workers(jobs) as workers:
+        merged: Input | None = None
+        originals: Tensors = {}
+        if located.shards is not None:  # raises unless the files of all ranks are there
+            merged = stack.enter_context(contextlib.closing(open_input(located.shards, folders)))
+            checkpoints: Sequence[Checkpoint] = merged.shards
+        else:
+            weights = located.weights
+            file = check_not_torch(located.path) if weights is None else residual_or_file(weights)
+            checkpoints = [stack.enter_context(contextlib.closing(open_checkpoint(file, folders)))]
+        first, whole = checkpoints[0], merged or checkpoints[0]
+        if against is not None:
+            original = stack.enter_context(contextlib.closing(open_input(path_of(against), folders)))
+            differs = f"{whole.name}: differs from {original.name}"
+            _check_same_tensors(whole.tensors, original.tensors, differs)
+            if merged is None:
+                _check_same_layout(first, original, differs)
+                originals = original.tensors  # compared while the file is verified
+            else:
+                _check_values(merged.name, merged.tensors, original.tensors, workers, SILENT)
+        elif first.container is None:
             raise ConfigError(
                 f"{path}: a plain safetensors file has no checksums; compare it with --against ORIGINAL"
             )
-        originals: Tensors = {}
-        if against is not None:
-            original = open_input(path_of(against), to_paths(search_path))
-            opened.callback(original.close)
-            check_same_layout(checkpoint, original)
-            originals = original.tensors
-        n_bytes = sum(t.n_bytes for t in checkpoint.tensors.values())
-        progress.start(checkpoint.name, n_bytes)
-        n_chunks = check_stored_bytes(checkpoint, workers)
-        for done in workers.map(
-            lambda check: check(), _checks(checkpoint.name, checkpoint.tensors, originals)
-        ):
-            progress.advance(done)
+        n_chunks = 0
+        for checkpoint in checkpoints:
+            progress.start(checkpoint.name, tensor_bytes(checkpoint.tensors))
+            n_chunks += check_stored_bytes(checkpoint, workers)
+            _check_values(checkpoint.name, checkpoint.tensors, originals, workers, progress)
+        sources = [source for checkpoint in checkpoints for source in checkpoint.tensors.values()]
         return VerifyReport(
-            file=checkpoint.name,
-            chain=tuple(file.name for file in checkpoint.files[1:]),
-            n_tensors=len(checkpoint.tensors),
+            file=first.name if merged is None else str(path),
+            chain=tuple(file.name for checkpoint in checkpoints for file in checkpoint.files)[1:],
+            n_tensors=len(whole.tensors),
             n_chunks=n_chunks,
-            tensor_bytes=n_bytes,
-            content_id=checkpoint.content_id(),
+            tensor_bytes=sum(source.n_bytes for source in sources),
+            content_id=first.content_id(),
             against=None if against is None else str(against),
-            n_lossy=sum(_recorded_error(source) is not None for source in checkpoint.tensors.values()),
-            seconds=working_seconds() - start,
-        )
-
-
-def _verify_shards(
-    path: PathLike,
-    step: Path,
-    against: PathLike | None,
-    jobs: int | None,
-    search_path: Sequence[PathLike],
-    progress: Progress,
-) -> VerifyReport:
-    """Verify the files of all ranks of a step, and compare the merged tensors with an original."""
-    start = working_seconds()
-    with contextlib.closing(
-        open_input(step, to_paths(search_path))
-    ) as opened:  # raises unless all ranks are there
-        files = [shard.paths[0] for shard in opened.shards]
-        if against is not None:
-            with contextlib.closing(open_input(path_of(against), to_paths(search_path))) as original:
-                _check_same_tensors(
-                    opened.tensors, original.tensors, f"{opened.name}: differs from {original.name}"
-                )
-                with Workers(jobs) as workers:
-                    checks = _checks(opened.name, opened.tensors, original.tensors)
-                    for _ in workers.map(lambda check: check(), checks):
-                        pass
-        reports = [verify(file, jobs=jobs, search_path=search_path, progress=progress) for file in files]
-        return VerifyReport(
-            file=str(path),
-            chain=tuple(name for report in reports for name in (report.file, *report.chain))[1:],
-            n_tensors=len(opened.tensors),
-            n_chunks=sum(report.n_chunks for report in reports),
-            tensor_bytes=sum(report.tensor_bytes for report in reports),
-            content_id=reports[0].content_id,
-            against=None if against is None else str(against),
-            n_lossy=sum(report.n_lossy for report in reports),
+            n_lossy=sum(_recorded_error(source) is not None for source in sources),
             seconds=working_seconds() - start,
         )
 
 
 def check_stored_bytes(checkpoint: Checkpoint, workers: Workers) -> int:
     """Check the stored bytes of every chunk of all files of a chain, and count the chunks."""
+
+    def check(frame: FrameSource) -> int:
+        n_chunks = len(frame.header.chunks)
+        for index in range(n_chunks):
+            frame.check_chunk(index)
+        return n_chunks
+
     levels = (level for file in checkpoint.files if isinstance(file, Container) for level in file.levels)
-    return sum(workers.map(_check_stored, (frame for level in levels for frame in frames_of(level.tensors))))
+    return sum(workers.map(check, (frame for level in levels for frame in frames_of(level.tensors))))
 
 
-def _check_stored(frame: FrameSource) -> int:
-    n_chunks = len(frame.header.chunks)
-    for index in range(n_chunks):
-        frame.check_chunk(index)
-    return n_chunks
-
-
-def _checks(file: str, tensors: Tensors, originals: Tensors) -> Iterator[Callable[[], int]]:
-    """Yield a function for each chunk that decodes and compares it and returns its bytes."""
-    for name, source in tensors.items():
+def _check_values(
+    file: str, tensors: Tensors, originals: Tensors, workers: Workers, progress: Progress
+) -> None:
+    """Decode all chunks of tensors, and compare them with the originals of the same names."""
+    for source in tensors.values():
         check_empty(source)
-        where = f"{file}: tensor {name!r}"
-        for begin, end in source.chunk_bounds():
-            yield partial(_decode_and_compare, where, source, originals.get(name), begin, end)
+    checks = (
+        (f"{file}: tensor {name!r}", source, originals.get(name), begin, end)
+        for name, source in tensors.items()
+        for begin, end in source.chunk_bounds()
+    )
+    for n_bytes in workers.map(lambda check: _decode_and_compare(*check), checks):
+        progress.advance(n_bytes)
 
 
 def _recorded_error(source: TensorSource) -> float | None:
@@ -178,35 +152,28 @@ def _recorded_error(source: TensorSource) -> float | None:
 def _decode_and_compare(
     where: str, source: TensorSource, original: TensorSource | None, begin: int, end: int
 ) -> int:
+    """Decode one chunk, compare it with the original if there is one, and return its bytes."""
     patterns = source.patterns(begin, end)
     if original is not None and not np.array_equal(patterns, wanted := original.patterns(begin, end)):
         recorded = _recorded_error(source)
         if recorded is None:
             first = begin + int(np.flatnonzero(patterns != wanted)[0])
             raise CorruptionError(f"{where} differs from the original, first at element {first}")
-        _check_deviation(where, FLOAT_KINDS[source.dtype.name], patterns, wanted, recorded)
+        differs, kind = patterns != wanted, FLOAT_KINDS[source.dtype.name]
+        exact, restored = (cpu().to_f32(u[differs], kind).view(np.float32) for u in (wanted, patterns))
+        largest, squares, _ = map(float, cpu().deviation(exact, restored))
+        deviation = (
+            largest if math.isfinite(squares) else squares
+        )  # the maximum ignores NaN, the sum does not
+        if not deviation <= recorded:
+            raise CorruptionError(
+                f"{where} is {deviation:.6g} from the original; the file records {recorded:.6g}"
+            )
     return patterns.nbytes
 
 
-def _check_deviation(where: str, kind: int, patterns: Patterns, original: Patterns, recorded: float) -> None:
-    differs = patterns != original
-    exact, restored = (cpu().to_f32(u[differs], kind).view(np.float32) for u in (original, patterns))
-    largest, squares, _ = map(float, cpu().deviation(exact, restored))
-    deviation = largest if math.isfinite(squares) else squares  # the maximum ignores NaN, the sum does not
-    if not deviation <= recorded:
-        raise CorruptionError(
-            f"{where} is {deviation:.6g} from the original; the file records {recorded:.6g}"
-        )
-
-
-def check_same_layout(checkpoint: Checkpoint, original: Input) -> None:
-    """Check that names, dtypes, shapes, metadata, nesting and shards are those of the original.
-
-    Raises:
-        CorruptionError: they differ; the message names the first difference.
-    """
-    differs = f"{checkpoint.name}: differs from {original.name}"
-    _check_same_tensors(checkpoint.tensors, original.tensors, differs)
+def _check_same_layout(checkpoint: Checkpoint, original: Input, differs: str) -> None:
+    """Check that metadata, nesting and shards are those of the original; `differs` begins the message."""
     if dict(checkpoint.metadata or {}) != dict(original.metadata or {}):
         raise CorruptionError(f"{differs}: the metadata differ")
     index = None if checkpoint.container is None else checkpoint.container.index
