@@ -99,25 +99,23 @@ def _methods_help() -> list[str]:
     return lines
 
 
-class _MethodName(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2
-    """The name of a registered method; the registry is only imported if the option is used."""
-
-    name = "method"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+def _check_methods(_: click.Context, param: click.Parameter, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Raise for names of no method; the registry is only imported if the option is used."""
+    if names:
         from ckptz.codec.registry import METHODS
 
-        if value not in METHODS:
-            self.fail(f"{value!r} is not one of {', '.join(METHODS)}", param, ctx)
-        return value
+        for name in names:
+            if name not in METHODS:
+                raise click.BadParameter(f"{name!r} is not one of {', '.join(METHODS)}", param=param)
+    return names
 
 
 method_options: Callable[..., Any] = together(
     click.option(
         "--method",
-        type=_MethodName(),
         multiple=True,
         metavar="NAME",
+        callback=_check_methods,
         help="Compression method: lossless (default), grid, kmeans.",
     ),
     click.option(
@@ -145,13 +143,6 @@ method_options: Callable[..., Any] = together(
         help="Show every setting of every method and exit.",
     ),
 )
-
-
-def method_type(name: str | None, default: type[Method]) -> type[Method]:
-    """Return the method of a name, or `default` for None."""
-    from ckptz.codec.registry import method_named
-
-    return default if name is None else method_named(name)
 
 
 def checked_settings(method: type[Method], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -201,6 +192,7 @@ def config_from(
     from dataclasses import replace
 
     from ckptz.codec.lossless import Lossless
+    from ckptz.codec.registry import method_named
 
     if loaded is not None:
         if method not in (None, loaded.name):
@@ -210,7 +202,7 @@ def config_from(
         raise click.UsageError(
             f"--set {next(iter(settings))} needs --method; without it, compression is lossless"
         )
-    chosen = method_type(method, Lossless)
+    chosen = Lossless if method is None else method_named(method)
     return chosen(**checked_settings(chosen, settings))
 
 

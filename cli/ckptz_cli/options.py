@@ -59,17 +59,17 @@ class _Path(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if value == "":
             self.fail("a path is empty", param, ctx)
-        if value == "-" and param is not None and ctx is not None:
-            return streamed(param.name == OUTPUT, ctx)
+        is_output = param is not None and param.name == OUTPUT
+        if value == "-" and ctx is not None:
+            return streamed(is_output, ctx)
         if isinstance(value, str) and "://" in value:
             from ckptz.format.byte_source import path_of
 
-            url = path_of(value)  # raises early for an unknown protocol
-            is_folder = param is not None and param.name == OUTPUT and value.endswith("/")
-            return value if is_folder else url
-        path = super().convert(value, param, ctx)
+            path: Any = path_of(value)  # raises early for an unknown protocol
+        else:
+            path = super().convert(value, param, ctx)
         is_folder = isinstance(value, str) and value.endswith(("/", os.sep))
-        return value if is_folder and param is not None and param.name == OUTPUT else path
+        return value if is_folder and is_output else path
 
 
 PATH: Final = _Path(path_type=Path)

@@ -37,32 +37,23 @@ def _pace(n_bytes: int, seconds: float) -> str:
 
 
 def compressed_line(report: CompressReport) -> str:
-    """Return the line for one compressed input."""
+    """Return the line for one compressed input, or for the prediction of one input and one method."""
+    is_predicted = report.is_dry_run and report.search is None
+    about = "about " if is_predicted else ""
     against = f", {report.n_deltas} of them against {printable(report.base)}" if report.base else ""
-    quality = () if report.search is None else report.search.quality
-    measured = "; ".join(map(quality_text, quality)) or UNMEASURED
-    lossy = f", {report.n_lossy} lossy, {measured}" if report.n_lossy else ""
-    n_trials = 0 if report.search is None else len(report.search.trials)
-    trials = f", {plural(n_trials, 'evaluation')}" if n_trials else ""
-    sizes = f"{format_bytes(report.tensor_bytes)} -> {format_bytes(report.stored_bytes)}"
+    sizes = f"{format_bytes(report.tensor_bytes)} -> {about}{format_bytes(report.stored_bytes)}"
     ratio = format_ratio(report.stored_bytes, report.tensor_bytes)
-    return (
-        f"{printable(report.output)}: {sizes} ({ratio}), "
-        f"{plural(report.n_tensors, 'tensor')}{against}{lossy}, "
-        f"{_pace(report.tensor_bytes, report.seconds)}{trials}"
-    )
-
-
-def predicted_line(report: CompressReport) -> str:
-    """Return the line for the prediction of one input and one method."""
-    against = f", {report.n_deltas} of them against {printable(report.base)}" if report.base else ""
+    what = f"{sizes} ({ratio}), {plural(report.n_tensors, 'tensor')}{against}"
     lossy = f", {report.n_lossy} lossy" if report.n_lossy else ""
-    return (
-        f"{printable(report.input)}, {report.method}: {format_bytes(report.tensor_bytes)} -> about "
-        f"{format_bytes(report.stored_bytes)} ({format_ratio(report.stored_bytes, report.tensor_bytes)}), "
-        f"{plural(report.n_tensors, 'tensor')}{against}{lossy}, "
-        f"about {report.seconds:.2g} s; nothing was written"
-    )
+    if is_predicted:
+        where = f"{printable(report.input)}, {report.method}"
+        return f"{where}: {what}{lossy}, about {report.seconds:.2g} s; nothing was written"
+    quality, trials = ((), ()) if report.search is None else (report.search.quality, report.search.trials)
+    if lossy:
+        lossy += f", {'; '.join(map(quality_text, quality)) or UNMEASURED}"
+    evaluated = f", {plural(len(trials), 'evaluation')}" if trials else ""
+    pace = _pace(report.tensor_bytes, report.seconds)
+    return f"{printable(report.output)}: {what}{lossy}, {pace}{evaluated}"
 
 
 def judged_text(judged: Judgement) -> str:

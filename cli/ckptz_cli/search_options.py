@@ -19,11 +19,10 @@ from ckptz_cli.method_options import (
     checked_settings,
     config_from,
     load_config,
-    method_type,
     split_groups,
 )
 from ckptz_cli.options import together
-from ckptz_cli.session import is_quiet, is_terminal, is_verbose
+from ckptz_cli.session import QUIET, VERBOSE, has_option, is_terminal
 
 if TYPE_CHECKING:
     from ckptz.codec.method import Method
@@ -100,15 +99,16 @@ def parse_budget(text: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """An `--eval` option: a function, and the one of `EVALUATIONS` that uses it."""
+    """An `--eval` option: a function, the one of `EVALUATIONS` that uses it, and the quality of a budget."""
 
     kind: str
     function: NamedFunction
+    quality: Any
 
     @classmethod
-    def parse(cls, text: str) -> Evaluation:
+    def parse(cls, text: str, n_steps: int | None) -> Evaluation:
         """Parse `WHERE` or `KIND=WHERE`; load the function, so that errors are raised early."""
-        from ckptz.search.measures import EVALUATIONS, NamedFunction
+        from ckptz.search.measures import EVALUATIONS, Agreement, NamedFunction, ResumeProbe
 
         kind, equals, where = text.partition("=")
         if not equals or kind not in EVALUATIONS:
@@ -116,17 +116,13 @@ class Evaluation:
         function = NamedFunction(where)
         function.load()
         name = where.rpartition(":")[2]
-        return cls(kind or (name if name in EVALUATIONS else "quality"), function)
-
-    def quality(self, n_steps: int | None) -> Any:
-        """Return the function or measure for a budget."""
-        from ckptz.search.measures import Agreement, ResumeProbe
-
-        if self.kind == "logits":
-            return Agreement(self.function)
-        if self.kind == "resume":
-            return ResumeProbe(self.function, **({} if n_steps is None else {"n_steps": n_steps}))
-        return self.function
+        kind = kind or (name if name in EVALUATIONS else "quality")
+        quality: Any = function
+        if kind == "logits":
+            quality = Agreement(function)
+        elif kind == "resume":
+            quality = ResumeProbe(function) if n_steps is None else ResumeProbe(function, n_steps)
+        return cls(kind, function, quality)
 
 
 def budgets_of(options: Mapping[str, Any], resume_steps: int | None) -> tuple[Budget, ...]:
@@ -136,37 +132,28 @@ def budgets_of(options: Mapping[str, Any], resume_steps: int | None) -> tuple[Bu
         click.UsageError: the options contradict each other.
         ConfigError: a function is not found.
     """
-    evaluations = [Evaluation.parse(text) for text in options["eval"]]
-    if resume_steps is not None and all(one.kind != "resume" for one in evaluations):
-        raise click.UsageError("--set search.resume_steps needs an --eval resume=...")
-    qualities = [one.quality(resume_steps) for one in evaluations]
-    budgets = options["budget"]
-    if len(budgets) == 1 and BARE.fullmatch(budgets[0]):
-        return (_single(budgets[0], evaluations, qualities),)
-    if not budgets:
-        return (_single(None, evaluations, qualities),)
-    return _several(budgets, evaluations, qualities)
-
-
-def _single(text: str | None, evaluations: Sequence[Evaluation], qualities: Sequence[Any]) -> Budget:
-    """Return the budget of a single evaluation, from an amount such as 1% or 0.01; None is the default."""
     from ckptz.search.budget import Budget
 
+    evaluations = [Evaluation.parse(text, resume_steps) for text in options["eval"]]
+    if resume_steps is not None and all(one.kind != "resume" for one in evaluations):
+        raise click.UsageError("--set search.resume_steps needs an --eval resume=...")
+    texts = options["budget"]
+    if len(texts) > 1 or (texts and not BARE.fullmatch(texts[0])):
+        return _several(texts, evaluations)
     if len(evaluations) > 1:
         raise click.UsageError(f"several --eval need a --budget with its metric each: {EXAMPLES}")
-    if evaluations[0].kind == "logits":
-        raise click.UsageError(f"--eval {evaluations[0].function.text}: logits need {FROM_LOGITS}")
-    if text is None:
-        return Budget(qualities[0])
-    number, is_relative = amount_of(text.strip())
+    evaluation = evaluations[0]
+    if evaluation.kind == "logits":
+        raise click.UsageError(f"--eval {evaluation.function.text}: logits need {FROM_LOGITS}")
+    if not texts:
+        return (Budget(evaluation.quality),)
+    number, is_relative = amount_of(texts[0].strip())
     if number < 0:
-        raise click.BadParameter(f"--budget {text!r} must be at least 0")
-    return Budget(qualities[0], max_drop=number, relative=is_relative)
+        raise click.BadParameter(f"--budget {texts[0]!r} must be at least 0")
+    return (Budget(evaluation.quality, max_drop=number, relative=is_relative),)
 
 
-def _several(
-    texts: Sequence[str], evaluations: Sequence[Evaluation], qualities: Sequence[Any]
-) -> tuple[Budget, ...]:
+def _several(texts: Sequence[str], evaluations: Sequence[Evaluation]) -> tuple[Budget, ...]:
     """Return a budget for each `--budget`; every evaluation must have one."""
     from ckptz.search.budget import Budget
 
@@ -176,24 +163,22 @@ def _several(
             if all(budget[name] == earlier[name] for name in ("metric", "relative", "in_steps")):
                 what = f"--budget {text!r} and {texts[i]!r} contradict each other"
                 raise click.UsageError(f"{what}; keep one")
-    indices = [
-        _evaluation_index(text, budget["metric"], evaluations)
-        for text, budget in zip(texts, budgets, strict=True)
-    ]
-    for i, evaluation in enumerate(evaluations):
-        if i not in indices:
+    pairs = list(zip(texts, budgets, strict=True))
+    chosen = [_evaluation_for(text, budget["metric"], evaluations) for text, budget in pairs]
+    for evaluation in evaluations:
+        if evaluation not in chosen:
             raise click.UsageError(f"--eval {evaluation.function.text}: no --budget uses it")
-    return tuple(Budget(qualities[i], **budget) for budget, i in zip(budgets, indices, strict=True))
+    return tuple(Budget(one.quality, **budget) for one, budget in zip(chosen, budgets, strict=True))
 
 
-def _evaluation_index(text: str, metric: str, evaluations: Sequence[Evaluation]) -> int:
-    """Return the index of the evaluation for a metric: by kind, and among several qualities by name."""
+def _evaluation_for(text: str, metric: str, evaluations: Sequence[Evaluation]) -> Evaluation:
+    """Return the evaluation for a metric: by kind, and among several qualities by name."""
     from ckptz.search.measures import METRICS
 
     kind = METRICS[metric].evaluation if metric in METRICS else "quality"
-    fits = [i for i, evaluation in enumerate(evaluations) if evaluation.kind == kind]
+    fits = [evaluation for evaluation in evaluations if evaluation.kind == kind]
     if len(fits) > 1:
-        fits = [i for i in fits if evaluations[i].function.metric == metric]
+        fits = [evaluation for evaluation in fits if evaluation.function.metric == metric]
     if len(fits) != 1:
         how = "a quality" if kind == "quality" else f"{kind}, as in {kind}=file.py:function"
         raise click.UsageError(f"--budget {text!r} needs one --eval that returns {how}")
@@ -243,7 +228,7 @@ def search_view() -> Iterator[Callable[[SearchOptions], SearchOptions]]:
     """
     from ckptz_cli.tables import start_line, trial_line, trials_table
 
-    if is_quiet():
+    if has_option(QUIET):
         yield lambda search: search
         return
     if not is_terminal(sys.stderr):
@@ -264,7 +249,7 @@ def search_view() -> Iterator[Callable[[SearchOptions], SearchOptions]]:
     trials: list[TrialReport] = []
     console, is_shown, running = Console(stderr=True), is_terminal(sys.stdout), Spinner("line")
     display = Live(
-        console=console, transient=not is_verbose(), redirect_stdout=is_shown, refresh_per_second=4
+        console=console, transient=not has_option(VERBOSE), redirect_stdout=is_shown, refresh_per_second=4
     )
 
     def show_start(config: Mapping[str, Any] | None, n_bytes: int | None) -> None:
@@ -292,6 +277,8 @@ def choose(
         click.UsageError: the options contradict each other.
         ConfigError: a value is out of range, or a settings file is invalid.
     """
+    from ckptz.codec.lossless import LOSSLESS
+
     settings, set_groups = split_groups(options["settings"], "--set ")
     loaded, groups = (None, {}) if options["config"] is None else load_config(options["config"])
     groups = {name: {**groups.get(name, {}), **set_groups[name]} for name in GROUPS}
@@ -303,7 +290,7 @@ def choose(
         raise click.UsageError("several --method are only for --dry-run, without settings")
     if options["eval"]:
         search = _search(options, settings, loaded, groups[SEARCH])
-        return [config_from(None, {}, None, None)], search, groups
+        return [LOSSLESS], search, groups
     if options["budget"]:
         raise click.UsageError("--budget needs --eval to measure it")
     if options["allow_unsure"] or groups[SEARCH]:
@@ -321,6 +308,7 @@ def _search(
     parent: Method | None,
     search_settings: Mapping[str, int],
 ) -> SearchOptions:
+    from ckptz.codec.registry import method_named
     from ckptz.errors import ConfigError
     from ckptz.search.budget import SearchOptions
     from ckptz.search.spaces import DEFAULT_METHOD, CubeSpace, MultiplierSpace, reference, space_of
@@ -328,8 +316,9 @@ def _search(
     if parent is not None and not parent.is_lossy:
         what = "a search needs settings of a lossy method, and these are lossless"
         raise ConfigError(f"{options['config']}: {what}")
-    name = next(iter(options["method"]), None)
-    method = method_type(name, DEFAULT_METHOD if parent is None else type(parent))
+    method = DEFAULT_METHOD if parent is None else type(parent)
+    if options["method"]:
+        method = method_named(options["method"][0])
     space = space_of(method)
     settings = checked_settings(method, settings)
     cubes: tuple[str, ...] = ()

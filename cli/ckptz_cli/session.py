@@ -20,8 +20,7 @@ import shutil
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
@@ -48,31 +47,16 @@ _REMEDIES: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """The class, the message and the exit code of an error."""
-
-    kind: str
-    message: str
-    exit_code: int
-
-
-def failure_of(error: BaseException) -> Failure:
-    """Return the exit code and a one-line message for an error."""
-    code, message = _explain(error)
-    return Failure(type(error).__name__, printable(message), code)
-
-
-def _explain(error: BaseException) -> tuple[int, str]:
+def failure_of(error: BaseException) -> tuple[int, str]:
+    """Return the exit code and a one-line message for an error, which may contain control characters."""
     if isinstance(error, click.ClickException):
         context = getattr(error, "ctx", None)
         message = " ".join(error.format_message().split()).rstrip(".")
         link = " See" if message.endswith("?") else "; see"
         return USAGE, message + (f"{link} {context.command_path} --help" if context is not None else "")
     if isinstance(error, KeyboardInterrupt | click.Abort):
-        said = (
-            error.__cause__ if isinstance(error, click.Abort) else error
-        )  # click replaces a KeyboardInterrupt
+        # click replaces a KeyboardInterrupt.
+        said = error.__cause__ if isinstance(error, click.Abort) else error
         return INTERRUPTED, f"interrupted {said or ''}".strip()
     if isinstance(error, OSError):
         return _explain_os_error(error)
@@ -111,16 +95,10 @@ VERBOSE: Final = "ckptz.verbose"
 STDIN, STDOUT = "standard input", "standard output"
 
 
-def is_quiet() -> bool:
-    """Return whether the running command has the option -q."""
+def has_option(name: str) -> bool:
+    """Return whether the running command has the option `QUIET` or `VERBOSE`."""
     context = click.get_current_context(silent=True)
-    return context is not None and context.meta.get(QUIET, False)
-
-
-def is_verbose() -> bool:
-    """Return whether the running command has the option -v."""
-    context = click.get_current_context(silent=True)
-    return context is not None and context.meta.get(VERBOSE, False)
+    return context is not None and context.meta.get(name, False)
 
 
 def is_terminal(stream: TextIO | None) -> bool:
@@ -154,7 +132,7 @@ def progress_bar() -> Iterator[Progress]:
     """Show a progress bar on stderr if it is a terminal, unless -q is set."""
     from ckptz.parallel import SILENT
 
-    if is_quiet() or not is_terminal(sys.stderr):
+    if has_option(QUIET) or not is_terminal(sys.stderr):
         yield SILENT
         return
     from rich import progress as bars
@@ -283,39 +261,46 @@ class Session:
                     raise OSError(errno.EIO, "its reader ended before the data did", STDOUT) from None
                 raise OSError(error.errno, error.strerror, STDOUT) from None
 
-    def show(self, report: Any, text: str) -> None:
-        """Show the report of a command, after its output is delivered."""
+    def show(
+        self, report: Any, text: str, notes: Iterable[str] = (), problems: Iterable[Exception] = ()
+    ) -> None:
+        """Show the report of a command with notes and errors, after its output is delivered."""
+        import msgspec
+
         self.deliver()
         self.say(text)
-        self._document.update(_builtins(report))
+        self._document.update(msgspec.to_builtins(report))
+        for note in notes:
+            self.note(note)
+        for problem in problems:
+            self.fail(problem)
 
     def add(self, report: Any, text: str) -> None:
         """Show the report on one of several files, after its output is delivered."""
+        import msgspec
+
         self.deliver()
         self.say(text)
-        self._document.setdefault("files", []).append(_builtins(report))
+        self._document.setdefault("files", []).append(msgspec.to_builtins(report))
 
     def note(self, text: str) -> None:
         """Print a note on stderr."""
-        if not is_quiet():
+        if not has_option(QUIET):
             _print_error(f"ckptz: note: {printable(self._named(text))}")
 
-    def fail(self, error: BaseException) -> Failure:
-        """Print an error; the first one determines the exit code."""
+    def fail(self, error: BaseException, file: str | None = None) -> None:
+        """Print an error, for the report as that of one of several files; the first sets the exit code."""
         if self.is_verbose:
             for line in "".join(traceback.format_exception(error)).splitlines():
                 _print_error(printable(line))
-        failure = failure_of(error)
-        failure = replace(failure, message=self._named(failure.message))
-        _print_error(f"ckptz: {failure.message}")
-        self.exit_code = self.exit_code or failure.exit_code
-        self._document.setdefault("error", asdict(failure))
-        return failure
-
-    def add_failure(self, file: str, error: BaseException) -> None:
-        """Print the error of one of several files, and add it to the report."""
-        failure = self.fail(error)
-        self._document.setdefault("files", []).append({"file": file, "error": asdict(failure)})
+        exit_code, message = failure_of(error)
+        message = self._named(printable(message))
+        failure = {"kind": type(error).__name__, "message": message, "exit_code": exit_code}
+        _print_error(f"ckptz: {message}")
+        self.exit_code = self.exit_code or exit_code
+        self._document.setdefault("error", failure)
+        if file is not None:
+            self._document.setdefault("files", []).append({"file": file, "error": failure})
 
     def finish(self) -> int:
         """Print the JSON report and return the exit code."""
@@ -332,7 +317,7 @@ class Session:
         """Print a result that is not part of the JSON report."""
         if STDOUT in self.streams.values() and not self.as_json:
             self.note(text)
-        elif not (self.as_json or is_quiet()):
+        elif not (self.as_json or has_option(QUIET)):
             self._print(self._named(text) + "\n")
 
     def _named(self, text: str) -> str:
@@ -368,9 +353,3 @@ def _silence_stdout() -> None:
     """Redirect stdout to /dev/null, so that flushing its buffer at exit cannot fail."""
     with contextlib.suppress(AttributeError, OSError, ValueError):  # closed, or not a file descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _builtins(report: Any) -> Any:
-    import msgspec
-
-    return msgspec.to_builtins(report)

@@ -99,7 +99,7 @@ def verify(session: Session, /, files: tuple[Path, ...], against: Path | None, *
                 report = ckptz.verify(file, against=original, progress=progress, **how)
             session.add(report, verified_line(report))
         except Exception as error:
-            session.add_failure(str(file), error)
+            session.fail(error, str(file))
 
 
 def _files_of(paths: Sequence[Path], session: Session) -> Iterator[tuple[Path, bool]]:
@@ -126,10 +126,10 @@ def _files_of(paths: Sequence[Path], session: Session) -> Iterator[tuple[Path, b
             bases = second_names(files)
             yield from ((file, file in bases) for file in files)
         except (CkptzError, OSError) as error:
-            session.add_failure(str(path), error)
+            session.fail(error, str(path))
     for folder in filter(Path.is_dir, paths):
         for file, mismatch in mismatched_pairs(folder):
-            session.add_failure(str(file), mismatch)
+            session.fail(mismatch, str(file))
         if unfinished := leftovers(folder):
             session.note(f"{folder}: {len(unfinished)} unfinished files; ckptz prune removes them")
 
@@ -159,9 +159,7 @@ def log(session: Session, folder: Path, search_path: tuple[Path, ...]) -> None:
 
     problems: list[Exception] = []
     report = ckptz.log(folder, search_path=search_path, on_error=problems.append)
-    session.show(report, logged_text(report))
-    for problem in problems:
-        session.fail(problem)
+    session.show(report, logged_text(report), problems=problems)
 
 
 DIFF_EXAMPLES: Final = """\b
@@ -250,9 +248,7 @@ def report(session: Session, /, paths: tuple[Path, ...], output: PathLike, **how
     problems: list[Exception] = []
     with progress_bar() as progress:
         page = ckptz.report(paths, output, on_error=problems.append, progress=progress, **how)
-    session.show(page, reported_line(page))
-    for problem in problems:
-        session.fail(problem)
+    session.show(page, reported_line(page), problems=problems)
 
 
 # --- verbs that write or remove -----------------------------------------------------------------
@@ -326,13 +322,12 @@ def compress(session: Session, /, inputs: tuple[Path, ...], output: PathLike | N
     if it is a folder.
     """
     import ckptz
-    from ckptz_cli.render import compressed_line, predicted_line, total_line
+    from ckptz_cli.render import compressed_line, total_line
 
     printed: set[str] = set()
 
     def show(report: CompressReport) -> None:
-        is_prediction = report.is_dry_run and report.search is None
-        session.add(report, predicted_line(report) if is_prediction else compressed_line(report))
+        session.add(report, compressed_line(report))
         for note in report.notes:
             if note not in printed:  # the files of a chain often have the same notes
                 session.note(f"{report.output}: {note}")
@@ -432,9 +427,7 @@ def restore(
 
     with progress_bar() as progress:
         report = ckptz.restore(file, output, to=kind, progress=progress, **how)
-    session.show(report, restored_line(report))
-    for note in report.notes:
-        session.note(note)
+    session.show(report, restored_line(report), report.notes)
 
 
 REBASE_EXAMPLES: Final = """\b
@@ -500,19 +493,7 @@ Examples:
 @storage_option
 @session_options
 @click.pass_obj
-def prune(
-    session: Session,
-    folder: Path,
-    keep_last: int | None,
-    keep_every: int | None,
-    keep_best: int | None,
-    higher_is_better: bool,
-    keep_weights_last: int | None,
-    keep_weights_every: int | None,
-    keep_exact: int | None,
-    after: int | None,
-    dry_run: bool,
-) -> None:
+def prune(session: Session, /, folder: Path, after: int | None, dry_run: bool, **rules: Any) -> None:
     """Remove the steps of a training run that no rule keeps.
 
     DIR is a run of a Checkpointer, of the adapters of the Trainer, Lightning, accelerate or
@@ -529,15 +510,13 @@ def prune(
     from ckptz_cli.render import pruned_text
 
     policy = keep_policy(
-        steps=(keep_last, keep_every, keep_best),
-        weights=(keep_weights_last, keep_weights_every, None),
-        lower_is_better=not higher_is_better,
-        exact=keep_exact,
+        steps=(rules["keep_last"], rules["keep_every"], rules["keep_best"]),
+        weights=(rules["keep_weights_last"], rules["keep_weights_every"], None),
+        lower_is_better=not rules["higher_is_better"],
+        exact=rules["keep_exact"],
     )
     report = ckptz.prune(folder, policy, after=after, dry_run=dry_run)
-    session.show(report, pruned_text(report))
-    for note in report.notes:
-        session.note(note)
+    session.show(report, pruned_text(report), report.notes)
 
 
 WARM_UP_EXAMPLES: Final = """\b

@@ -58,14 +58,14 @@ LARGE = 400_000  # elements: several writes, and more than the limits below
     ],
 )
 def test_the_exit_code_tells_the_cause(error: BaseException, code: int) -> None:
-    failure = failure_of(error)
-    assert failure.exit_code == code
-    assert failure.message.isprintable()
-    assert failure.message
+    exit_code, message = failure_of(error)
+    assert exit_code == code
+    assert message.isprintable()
+    assert message
 
 
 def test_a_path_of_bytes_and_what_does_not_print_are_shown() -> None:
-    assert "\\udcff: no such" in failure_of(FileNotFoundError(errno.ENOENT, "?", b"\xff")).message
+    assert "\\udcff: no such" in printable(failure_of(FileNotFoundError(errno.ENOENT, "?", b"\xff"))[1])
     assert printable("a\tb\u202e\x9bü") == "a\\tb\\u202e\\x9bü"
 
 
