@@ -6,6 +6,7 @@ Names come from files, so non-printable characters are escaped.
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import sys
 from collections import Counter
@@ -13,10 +14,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
-from ckptz.api.describe import InspectReport, TensorReport
+from ckptz.api.describe import InspectReport, Member, TensorReport
 from ckptz.run.step_files import INTERNAL_KEYS
 from ckptz.verbs.diff import DiffReport, TensorDiff
 from ckptz.verbs.log import LogEntry, LogReport
@@ -33,29 +34,23 @@ LAST_SHOWN: Final = 12  # newest trials of a search that are shown
 # Tree drawing before a name: an open or a closed ancestor level, then a branch or the last branch.
 _LINES: Final = ("│  ", "   ", "├─ ", "└─ ")
 _BLANKS: Final = ("  ",) * 4
+METRIC: Final = 7  # column of the log that is left out if no step has a metric
+
+
+def table_of(headings: Sequence[str], rows: Iterable[Iterable[str]]) -> Table:
+    """Return a table; non-printable characters are escaped."""
+    columns = (Column(heading, overflow="fold") for heading in headings)
+    table = Table(*columns, box=None, pad_edge=False, header_style="bold")
+    for row in rows:
+        table.add_row(*(Text(printable(cell)) for cell in row))
+    return table
 
 
 def facts_table(facts: Iterable[tuple[str, str]]) -> Table:
-    """Return a table with one name and value in each row."""
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column()
-    table.add_column(overflow="fold")
-    for name, value in facts:
-        add_row(table, name, value)
+    """Return a table without headings, with one name and value in each row."""
+    table = table_of(("", ""), facts)
+    table.show_header, table.columns[0].overflow = False, "ellipsis"
     return table
-
-
-def table_of(*columns: str) -> Table:
-    """Return an empty table with these headings."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
-
-
-def add_row(table: Table, *cells: str) -> None:
-    """Add a row; non-printable characters are escaped."""
-    table.add_row(*(Text(printable(cell)) for cell in cells))
 
 
 def drawn(table: Table) -> str:
@@ -71,12 +66,17 @@ def drawn(table: Table) -> str:
         rows = list(zip(*(column.cells for column in table.columns), strict=True))
         used = [i for i in range(len(table.columns)) if any(str(row[i]) not in ("", "-") for row in rows)]
         headings = [str(table.columns[i].header) for i in used]
-        narrow = table_of(*headings)
-        for row in rows:
-            narrow.add_row(*(row[i] for i in used))
-        table = (
-            narrow if _fits(narrow, console) else _stacked(headings, [[row[i] for i in used] for row in rows])
-        )
+        cells = [[str(row[i]) for i in used] for row in rows]
+        table = table_of(headings, cells)
+        if not _fits(table, console):  # a line for each non-empty cell, and a blank line between rows
+            stacked = (
+                [
+                    *([("", "")] if n else []),
+                    *((h, cell) for h, cell in zip(headings, row, strict=True) if cell),
+                ]
+                for n, row in enumerate(cells)
+            )
+            table = facts_table(itertools.chain.from_iterable(stacked))
     console.print(table)
     return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
 
@@ -85,18 +85,6 @@ def _fits(table: Table, console: Console) -> bool:
     """Return whether no word is truncated; long names and values may be."""
     words = console.measure(table, options=console.options.update(width=WIDE)).minimum
     return not table.show_header or words <= console.width
-
-
-def _stacked(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
-    """Return a table with a line for each non-empty cell, and a blank line between rows."""
-    table = facts_table(())
-    for row in rows:
-        if table.row_count:
-            table.add_row()
-        for heading, cell in zip(headings, row, strict=True):
-            if str(cell):
-                table.add_row(heading, cell)
-    return table
 
 
 # --- inspect ------------------------------------------------------------------------------------
@@ -108,7 +96,8 @@ def inspected_text(report: InspectReport, *, with_tensors: bool) -> str:
     if metadata := {k: v for k, v in (report.metadata or {}).items() if k not in INTERNAL_KEYS}:
         parts.append(facts_table((f"metadata {name}", shorten(text)) for name, text in metadata.items()))
     if report.depth:
-        parts.append(_chain_table(report))
+        headings = ("chain, nearest first", "depth", "content id", "found at")
+        parts.append(table_of(headings, (_chain_row(report, member) for member in report.chain)))
     parts.append(_methods_table(report.tensors))
     if with_tensors:
         parts.append(_tensors_table(report.tensors))
@@ -161,13 +150,10 @@ def _kind(report: InspectReport) -> str:
     return f"{promise} delta, {report.depth} from its full file" if report.depth else f"{promise} full file"
 
 
-def _chain_table(report: InspectReport) -> Table:
-    table = table_of("chain, nearest first", "depth", "content id", "found at")
-    for member in report.chain:
-        within = "in the file" if member.path == report.file else f"in {member.path}"
-        place = within if member.is_inline else member.path or "missing"
-        add_row(table, member.file, str(member.depth), member.content_id[:16], place)
-    return table
+def _chain_row(report: InspectReport, member: Member) -> tuple[str, ...]:
+    within = "in the file" if member.path == report.file else f"in {member.path}"
+    place = within if member.is_inline else member.path or "missing"
+    return member.file, str(member.depth), member.content_id[:16], place
 
 
 def _methods_table(tensors: Sequence[TensorReport]) -> Table:
@@ -175,42 +161,40 @@ def _methods_table(tensors: Sequence[TensorReport]) -> Table:
     groups: dict[tuple[str, str, str], list[TensorReport]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.dtype, tensor.predictor, tensor.mode), []).append(tensor)
-    headings = ("dtype", "predictor", "mode", "tensors", "bytes", "stored", "ratio", "bits/element", "coders")
-    table = table_of(*headings)
-    for (dtype, predictor, mode), members in groups.items():
+    rows = []
+    for method, members in groups.items():
         n_bytes, stored = sum(t.tensor_bytes for t in members), sum(t.stored_bytes for t in members)
-        bits = [t.bits_per_element for t in members if t.bits_per_element is not None]
+        gained = format_factor(n_bytes / stored) if n_bytes else "-"
         n_elements = sum(t.stored_bytes * 8 / t.bits_per_element for t in members if t.bits_per_element)
-        numbers = (
-            format_bytes(n_bytes),
-            format_bytes(stored),
-            format_factor(n_bytes / stored) if n_bytes else "-",
-        )
-        per_element = f"{stored * 8 / n_elements:.3f}" if bits and n_elements else "-"
+        bits = f"{stored * 8 / n_elements:.3f}" if n_elements else "-"
         sums: Counter[str] = Counter()
         for t in members:
             sums.update({coder: share * t.stored_bytes for coder, share in t.coders.items()})
         shares = _share_text({coder: n / sums.total() for coder, n in sums.most_common() if sums.total()})
-        add_row(table, dtype, predictor, mode, str(len(members)), *numbers, per_element, shares)
-    return table
+        sizes = (str(len(members)), format_bytes(n_bytes), format_bytes(stored), gained, bits)
+        rows.append((*method, *sizes, shares))
+    headings = ("dtype", "predictor", "mode", "tensors", "bytes", "stored", "ratio", "bits/element", "coders")
+    return table_of(headings, rows)
 
 
 def _tensors_table(tensors: Sequence[TensorReport]) -> Table:
-    headings = ("tensor", "layer", "dtype", "shape", "stored", "ratio", "bits/element")
-    losses = ("loss",) if any(tensor.lossy for tensor in tensors) else ()
-    table = table_of(*headings, "predictor", "mode", "coders", "slice decodes", *losses)
+    rows = []
     for tensor in tensors:
-        bits = "-" if tensor.bits_per_element is None else f"{tensor.bits_per_element:.3f}"
+        layer = tensor.layer_type if tensor.role == "weight" else f"{tensor.layer_type} {tensor.role}"
         gained = "-" if tensor.ratio is None else format_factor(tensor.ratio)
+        bits = "-" if tensor.bits_per_element is None else f"{tensor.bits_per_element:.3f}"
         numbers = (format_bytes(tensor.stored_bytes), gained, bits)
         method = (tensor.predictor, tensor.mode, _share_text(tensor.coders))
         # Number of chunks that a slice may decode, times the frames of the chain for each.
         chunks = f"1..{tensor.n_chunks} chunks" if tensor.n_chunks > 1 else f"{tensor.n_chunks} chunk"
         cost = f"{chunks} x {'?' if tensor.n_frames is None else tensor.n_frames}"
-        ends = (cost, *(_loss_text(tensor) for _ in losses))
-        layer = tensor.layer_type if tensor.role == "weight" else f"{tensor.layer_type} {tensor.role}"
-        add_row(table, tensor.name, layer, tensor.dtype, _shape(tensor.shape), *numbers, *method, *ends)
-    return table
+        kind = (tensor.name, layer, tensor.dtype, _shape(tensor.shape))
+        rows.append((*kind, *numbers, *method, cost, _loss_text(tensor)))
+    headings = ["tensor", "layer", "dtype", "shape", "stored", "ratio", "bits/element"]
+    headings += ["predictor", "mode", "coders", "slice decodes", "loss"]
+    if not any(tensor.lossy for tensor in tensors):
+        del headings[-1]
+    return table_of(headings, (row[: len(headings)] for row in rows))
 
 
 def _loss_text(tensor: TensorReport) -> str:
@@ -244,17 +228,15 @@ def logged_text(report: LogReport) -> str:
     """Return a table with the tree of a folder, and a total."""
     is_drawn = is_terminal(sys.stdout) and (sys.stdout.encoding or "").lower().startswith("utf")
     lines = _LINES if is_drawn else _BLANKS
-    has_metric = any(entry.metric is not None for entry in report.entries)
-    table = table_of(
-        *("checkpoint", "step", "kind", "size", "ratio", "depth", "lossy"),
-        *(("metric",) if has_metric else ()),
-        *("quality", ""),
-    )
-    for guide, entry in zip(_guides(report.entries, lines), report.entries, strict=True):
-        *cells, quality, note = _cells(entry)
-        metric = ("" if entry.metric is None else f"{entry.metric:.6g}",) if has_metric else ()
-        add_row(table, f"{guide}{entry.file}", *cells, *metric, quality, note)
-    return f"{drawn(table)}\n\n{_log_total(report)}" if report.entries else _log_total(report)
+    headings = ["checkpoint", "step", "kind", "size", "ratio", "depth", "lossy", "metric", "quality", ""]
+    rows = [
+        [f"{guide}{entry.file}", *_cells(entry)]
+        for guide, entry in zip(_guides(report.entries, lines), report.entries, strict=True)
+    ]
+    if all(entry.metric is None for entry in report.entries):
+        for row in (headings, *rows):
+            del row[METRIC]
+    return f"{drawn(table_of(headings, rows))}\n\n{_log_total(report)}" if rows else _log_total(report)
 
 
 def _guides(entries: Sequence[LogEntry], lines: tuple[str, ...]) -> list[str]:
@@ -271,7 +253,7 @@ def _guides(entries: Sequence[LogEntry], lines: tuple[str, ...]) -> list[str]:
 
 def _cells(entry: LogEntry) -> tuple[str, ...]:
     if entry.kind in ("missing", "broken"):
-        return "", entry.kind, "", "", "", "", "", entry.note or ""
+        return "", entry.kind, "", "", "", "", "", "", entry.note or ""
     return (
         "" if entry.step is None else str(entry.step),
         f"{entry.kind}, hidden" if entry.is_hidden else entry.kind,
@@ -279,6 +261,7 @@ def _cells(entry: LogEntry) -> tuple[str, ...]:
         "?" if entry.ratio is None else format_factor(entry.ratio),
         str(entry.depth),
         f"{entry.n_lossy} of {entry.n_tensors}" if entry.n_lossy else "-",
+        "" if entry.metric is None else f"{entry.metric:.6g}",
         "; ".join(map(quality_text, entry.quality)) or "-",
         entry.note or "",
     )
@@ -301,27 +284,31 @@ def _log_total(report: LogReport) -> str:
 
 def diffed_text(report: DiffReport) -> str:
     """Return tables of the tensors and values that differ, and a total."""
-    shown = [diff for diff in report.tensors if diff.kind != "equal"]
-    parts = [_changes_table(shown)] if shown else []
-    if report.values:
-        table = table_of("value", "in A", "in B")
-        for value in report.values:
-            add_row(table, value.name, value.value_a or "-", value.value_b or "-")
-        parts.append(drawn(table))
+    parts = []
+    if changes := [_changes(diff) for diff in report.tensors if diff.kind != "equal"]:
+        headings = (
+            "tensor",
+            "what",
+            "dtype",
+            "shape",
+            "changed",
+            "rms change / rms",
+            "rms change",
+            "largest",
+        )
+        parts.append(drawn(table_of(headings, changes)))
+    if values := [(value.name, value.value_a or "-", value.value_b or "-") for value in report.values]:
+        parts.append(drawn(table_of(("value", "in A", "in B"), values)))
     return "\n\n".join([*parts, _diff_total(report)])
 
 
-def _changes_table(shown: Sequence[TensorDiff]) -> str:
-    headings = ("tensor", "what", "dtype", "shape", "changed", "rms change / rms", "rms change", "largest")
-    table = table_of(*headings)
-    for diff in shown:
-        what = f"{diff.kind}, {diff.n_not_finite} not finite" if diff.n_not_finite else diff.kind
-        dtypes = dict.fromkeys(filter(None, (diff.dtype_a, diff.dtype_b)))
-        shapes = dict.fromkeys(_shape(shape) for shape in (diff.shape_a, diff.shape_b) if shape is not None)
-        shares = (_share(diff.changed_share), _share(diff.relative_change))
-        numbers = (_number(diff.rms_change), _number(diff.max_change))
-        add_row(table, diff.name, what, " -> ".join(dtypes), " -> ".join(shapes), *shares, *numbers)
-    return drawn(table)
+def _changes(diff: TensorDiff) -> tuple[str, ...]:
+    what = f"{diff.kind}, {diff.n_not_finite} not finite" if diff.n_not_finite else diff.kind
+    dtypes = dict.fromkeys(filter(None, (diff.dtype_a, diff.dtype_b)))
+    shapes = dict.fromkeys(_shape(shape) for shape in (diff.shape_a, diff.shape_b) if shape is not None)
+    shares = (_share(diff.changed_share), _share(diff.relative_change))
+    numbers = (_number(diff.rms_change), _number(diff.max_change))
+    return diff.name, what, " -> ".join(dtypes), " -> ".join(shapes), *shares, *numbers
 
 
 def _share(value: float | None) -> str:
@@ -366,13 +353,14 @@ def trials_table(trials: Sequence[TrialReport]) -> Table:
     """Return a table of the best trial of a search and the newest trials."""
     kept = [trial for trial in trials if trial.is_feasible]
     best = min(kept, key=lambda trial: trial.n_bytes, default=None)
-    table = Table(box=None, pad_edge=False, title=f"{len(trials)} evaluations", title_justify="left")
-    for column in ("", "settings", "predicted", "size", "quality", "change", "budget used", "seconds"):
-        table.add_column(column)
+    headings = ("", "settings", "predicted", "size", "quality", "change", "budget used", "seconds")
+    title = f"{len(trials)} evaluations"
+    table = Table(*headings, box=None, pad_edge=False, title=title, title_justify="left")
     shown = trials[-LAST_SHOWN:]
     for trial in shown if best is None or best in shown else [best, *shown]:
-        mark = "best" if trial is best else ""
-        style = "bold green" if trial is best else "" if trial.is_feasible else "dim"
+        mark, style = "", "" if trial.is_feasible else "dim"
+        if trial is best:
+            mark, style = "best", "bold green"
         predicted = "-" if trial.predicted_bytes is None else format_bytes(trial.predicted_bytes)
         table.add_row(mark, ", ".join(_settings(trial.config)), predicted, *_outcome(trial), style=style)
     return table
