@@ -150,7 +150,23 @@ def log(
     # A .ckptz file may be named *.safetensors.
     renamed = [_read(path, path.name if path.parent == folder else str(path)) for path in plain]
     bases += [file for file in renamed if file.entry.content_id is not None]
-    return _report(folder, logged, _BaseTree(folder, [*logged, *bases], plain, report_error).of(logged))
+    tree = _BaseTree(folder, [*logged, *bases], plain, report_error)
+    for file in logged:
+        tree.show(file)
+    entries = tree.entries()
+    readable = [file.entry for file in logged if file.entry.kind != "broken"]
+    n_bytes = sum(e.tensor_bytes for e in readable if e.kind != "exact" and not e.is_hidden)
+    stored = sum(e.stored_bytes for e in readable)
+    return LogReport(
+        folder=str(folder),
+        entries=entries,
+        n_files=len(readable),
+        tensor_bytes=n_bytes,
+        stored_bytes=stored,
+        ratio=n_bytes / stored if stored else None,
+        n_broken=sum(entry.kind == "broken" for entry in entries),
+        n_missing=sum(entry.kind == "missing" for entry in entries),
+    )
 
 
 def _base_folders(folder: Path, files: Iterable[Path], search_path: Iterable[Path]) -> list[Path]:
@@ -169,22 +185,6 @@ def _base_folders(folder: Path, files: Iterable[Path], search_path: Iterable[Pat
 
 def _files(folder: Path, suffix: str) -> list[Path]:
     return [path for path in sorted(folder.glob(f"*{suffix}")) if path.is_file()]
-
-
-def _report(folder: Path, logged: Iterable[_LoggedFile], entries: tuple[LogEntry, ...]) -> LogReport:
-    readable = [file.entry for file in logged if file.entry.kind != "broken"]
-    n_bytes = sum(e.tensor_bytes for e in readable if e.kind != "exact" and not e.is_hidden)
-    stored = sum(e.stored_bytes for e in readable)
-    return LogReport(
-        folder=str(folder),
-        entries=entries,
-        n_files=len(readable),
-        tensor_bytes=n_bytes,
-        stored_bytes=stored,
-        ratio=n_bytes / stored if stored else None,
-        n_broken=sum(entry.kind == "broken" for entry in entries),
-        n_missing=sum(entry.kind == "missing" for entry in entries),
-    )
 
 
 # --- one file -----------------------------------------------------------------------------------
@@ -225,13 +225,15 @@ def _describe(path: Path, name: str, file: Container | PlainFile) -> _LoggedFile
     if index.base is not None:
         check_reference(file, index.base)
     facts = FileFacts.of(file)
-    is_residual = EXACT_OF_KEY in facts.metadata
-    full: EntryKind = "rebased" if index.inline else "exact" if is_residual else "full"
-    delta: EntryKind = "exact" if is_residual else "delta"
+    kind: EntryKind = "delta" if index.base else "full"
+    if index.inline and not index.base:
+        kind = "rebased"
+    elif EXACT_OF_KEY in facts.metadata:
+        kind = "exact"
     metric = facts.metric
     entry = replace(
         sizes,
-        kind=delta if index.base else full,
+        kind=kind,
         holds=_holds(path, file),
         step=step_of(path, facts.step, facts.metadata),
         content_id=index.content_id,
@@ -272,41 +274,32 @@ class _BaseTree:
     ) -> None:
         self._folder, self._logged, self._plain, self._on_error = folder, logged, plain, on_error
         self._shown: dict[str, LogEntry] = {}
-        self._children: dict[str | None, list[str]] = {}
 
-    def of(self, files: Iterable[_LoggedFile]) -> tuple[LogEntry, ...]:
-        """Return the entries of files and of their bases, each after its base."""
-        for file in files:
-            self._show(file)
+    def entries(self) -> tuple[LogEntry, ...]:
+        """Return the entries that are shown, each after its base; siblings by step and name."""
+
+        def order(entry: LogEntry) -> tuple[bool, int, str]:
+            return entry.step is None, entry.step or 0, entry.file
+
+        children: dict[str | None, list[LogEntry]] = {}
+        for entry in sorted(self._shown.values(), key=order, reverse=True):
+            children.setdefault(entry.parent, []).append(entry)
         entries: list[LogEntry] = []
-        waiting = [(name, 0) for name in self._sorted(None)]
+        waiting = children.get(None, [])
         while waiting:
-            name, level = waiting.pop()
-            entries.append(replace(self._shown[name], level=level))
-            waiting += [(child, level + 1) for child in self._sorted(name)]
+            entry = waiting.pop()
+            entries.append(entry)
+            below = children.get(entry.file, [])
+            waiting += [replace(child, level=entry.level + 1) for child in below]
         return tuple(entries)
 
-    def _sorted(self, parent: str | None) -> list[str]:
-        """Return the children of an entry in reverse order of step and name, for a stack."""
-
-        def order(name: str) -> tuple[bool, int, str]:
-            step = self._shown[name].step
-            return step is None, step or 0, name
-
-        return sorted(self._children.get(parent, ()), key=order, reverse=True)
-
-    def _add(self, entry: LogEntry) -> str:
-        self._shown[entry.file] = entry
-        self._children.setdefault(entry.parent, []).append(entry.file)
-        return entry.file
-
-    def _show(self, logged: _LoggedFile) -> str:
+    def show(self, logged: _LoggedFile) -> str:
         """Add a checkpoint and its bases, and return its name."""
         name = logged.entry.file
-        if name in self._shown:
-            return name
-        parent = None if logged.ref is None else self._base(logged, logged.ref)
-        return self._add(replace(logged.entry, parent=parent))
+        if name not in self._shown:
+            parent = None if logged.ref is None else self._base(logged, logged.ref)
+            self._shown[name] = replace(logged.entry, parent=parent)
+        return name
 
     def _base(self, delta: _LoggedFile, ref: BaseRef) -> str:
         """Add the base of a delta, chosen as a reader chooses it, and return its name."""
@@ -316,27 +309,27 @@ class _BaseTree:
             if logged.entry.content_id == ref.content_id and logged.entry.depth < ref.depth
         ]
         if usable:
-            return self._show(min(usable, key=lambda logged: logged.path.name != ref.file))
+            return self.show(min(usable, key=lambda logged: logged.path.name != ref.file))
         with contextlib.closing(open_file(delta.path)) as file:
             assert isinstance(file, Container)
             fitting = [path for path in self._plain if _may_be_base(path, file)]
         named = [path for path in fitting if path.name == ref.file]
-        return self._add_plain(named[0]) if named else self._add_unnamed(delta, ref, len(fitting))
-
-    def _add_plain(self, path: Path) -> str:
-        name = path.name if path.parent == self._folder else str(path)
-        if name in self._shown:
+        if named:
+            path = named[0]
+            name = path.name if path.parent == self._folder else str(path)
+            if name not in self._shown:
+                entry = _read(path, name, self._on_error).entry
+                note = "chosen by name; its values were not compared"
+                self._shown[name] = replace(entry, note=note)
             return name
-        entry = _read(path, name, self._on_error).entry
-        return self._add(replace(entry, note="chosen by name; its values were not compared"))
-
-    def _add_unnamed(self, delta: _LoggedFile, ref: BaseRef, n_fitting: int) -> str:
-        """Add a base that no file is named after; `n_fitting` plain files have the right tensors."""
         name = f"{ref.file} ({ref.content_id[:16]})"
-        if name in self._shown:
-            return name
-        if n_fitting:
-            note = f"no file has this name; {n_fitting} plain files fit, but their values were not compared"
-            return self._add(LogEntry(file=name, kind="plain", content_id=ref.content_id, note=note))
-        self._on_error(missing_base(str(delta.path), ref))
-        return self._add(LogEntry(file=name, kind="missing", content_id=ref.content_id, note="not found"))
+        if name not in self._shown:
+            kind: EntryKind = "plain" if fitting else "missing"
+            note = (
+                f"no file has this name; {len(fitting)} plain files fit, but their values were not compared"
+            )
+            if not fitting:
+                note = "not found"
+                self._on_error(missing_base(str(delta.path), ref))
+            self._shown[name] = LogEntry(file=name, kind=kind, content_id=ref.content_id, note=note)
+        return name
