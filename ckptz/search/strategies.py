@@ -36,10 +36,6 @@ class Outcome:
         """True if the trial is within the budget."""
         return self.used <= FULL
 
-    def is_repetition(self, other: Outcome) -> bool:
-        """Return whether this trial decodes to the same values as another one."""
-        return bool(self.content_id) and self.content_id == other.content_id
-
 
 History = Sequence[Outcome]
 Predict = Callable[[Method], float]
@@ -183,11 +179,6 @@ class _Points:
         sizes = np.array([predict(config) for config in configs])
         return cls(configs, indices, at, cube, sizes, at.sum(axis=1), dominates)
 
-    def neighbours(self, i: int) -> Mask:
-        """Mark the points of the same cube at most one step away along each axis [n]."""
-        is_near = (np.abs(self.coordinates - self.coordinates[i]) <= 1).all(axis=1)
-        return np.logical_and(is_near, self.cubes == self.cubes[i])
-
 
 def _next_neighbour(points: _Points, history: History, best: Outcome) -> Method | None:
     """Return the untried neighbour of the best configuration with the smallest predicted file, if smaller."""
@@ -195,9 +186,12 @@ def _next_neighbour(points: _Points, history: History, best: Outcome) -> Method 
     if not indices or len(history) >= int(MAX_SHARE * len(points.indices)):
         return None
     tried = {outcome.config for outcome in history}
-    is_candidate = np.logical_or.reduce([points.neighbours(i) for i in indices])
-    is_candidate &= points.sizes < points.sizes[indices[0]] * (1 - MIN_GAIN)
-    ordered = sorted(np.flatnonzero(is_candidate), key=lambda i: points.sizes[i])
+    is_near = np.zeros(len(points.configs), np.bool_)  # in one cube, at most one step away along each axis
+    for i in indices:
+        steps = np.abs(points.coordinates - points.coordinates[i])
+        is_near |= (steps <= 1).all(axis=1) & (points.cubes == points.cubes[i])
+    is_smaller = points.sizes < points.sizes[indices[0]] * (1 - MIN_GAIN)
+    ordered = sorted(np.flatnonzero(is_near & is_smaller), key=lambda i: points.sizes[i])
     return next((points.configs[i] for i in ordered if points.configs[i] not in tried), None)
 
 
@@ -241,34 +235,33 @@ class Neighbourhood:
         return next((config for config in self._ordered() if not self._is_excluded(config, tried)), None)
 
     def _ordered(self) -> list[Method]:
-        other_cubes = [cube for cube in self.cubes if cube.name != cube.space.cube_name(self.parent)]
-        same_settings = [cube.config(cube.point(self.parent)) for cube in other_cubes]
-        milder: set[Method] = set()
+        """List the candidates: the parent if it is tried, the other way to prune, then the smallest files."""
+        parent, first, same_settings, milder = self.parent, [], [], set[Method]()
         for cube in self.cubes:
-            at = cube.point(self.parent)
+            at, values = cube.point(parent), cube.space.coordinates(parent)
+            # The parent must differ from the template only along the axes.
+            if self.tries_parent and cube.space.at(cube.template, values) == cube.space.at(parent, values):
+                first = [parent]
+            if cube.name != cube.space.cube_name(parent):
+                same_settings.append(cube.config(at))
             near = (p for p in cube.points if dominates(at, p) and sum(at) - sum(p) <= MAX_STEPS)
             milder.update(map(cube.config, near))
         by_size = sorted(milder, key=lambda config: (self.predict(config), repr(config)))
-        first = [self.parent] if self.tries_parent and self._has_parent() else []
         return list(dict.fromkeys([*first, *same_settings, *by_size]))
-
-    def _has_parent(self) -> bool:
-        """Return whether the parent differs from the template of a cube only along its axes."""
-        return any(
-            cube.space.at(cube.template, values) == cube.space.at(self.parent, values)
-            for cube in self.cubes
-            if (values := cube.space.coordinates(self.parent))
-        )
 
     def _is_excluded(self, config: Method, tried: Sequence[Method]) -> bool:
         """Return whether a configuration is at least as aggressive as one that exceeded the budget."""
-        return any(
-            dominates(point, tried_point)
-            for cube in self.cubes
-            if (point := _point_in(cube, config)) is not None
-            for tried_config in tried
-            if (tried_point := _point_in(cube, tried_config)) is not None
-        )
+        for cube in self.cubes:
+            point, *others = (_point_in(cube, one) for one in (config, *tried))
+            if point is not None and any(other and dominates(point, other) for other in others):
+                return True
+        return False
+
+
+def _point_in(cube: Cube, config: Method) -> Point | None:
+    """Return the point with exactly this configuration, or None."""
+    point = cube.point(config)
+    return point if cube.config(point) == config else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,12 +274,6 @@ class Finer:
     def propose(self, history: History) -> Method | None:
         tried = {outcome.config for outcome in history}
         return None if best_of(history) else next((c for c in self.configs if c not in tried), None)
-
-
-def _point_in(cube: Cube, config: Method) -> Point | None:
-    """Return the point with exactly this configuration, or None."""
-    point = cube.point(config)
-    return point if cube.config(point) == config else None
 
 
 # --- one multiplier -----------------------------------------------------------------------------
@@ -341,7 +328,8 @@ class MultiplierSearch:
     def _is_capped(self, history: History) -> bool:
         """Return whether the largest multiplier changes nothing, because all steps are at their maximum."""
         last = sorted(history, key=lambda outcome: self.space.multiplier(outcome.config))[-2:]
-        return len(last) == 2 and last[0].config != last[1].config and last[0].is_repetition(last[1])
+        n_configs, ids = len({outcome.config for outcome in last}), {outcome.content_id for outcome in last}
+        return n_configs == 2 and len(ids) == 1 and "" not in ids
 
     def _multiplier(self, x: float) -> float:
         """Return exp(x) to three digits; near the parent's multiplier exactly that, to keep its grid."""
@@ -382,24 +370,20 @@ class _Bracket:
         return self.beyond is not None and self.beyond.x - self.within.x <= NARROW
 
     def next(self, start: float) -> float:
-        """Return the logarithm of the next multiplier to try."""
-        low = math.log(SMALLEST) if self.within is None else self.within.x
-        high = math.log(LARGEST) if self.beyond is None else self.beyond.x
-        return _clip(self._estimate(start), low, high)
-
-    def _estimate(self, start: float) -> float:
-        """Estimate the logarithm of the multiplier that uses `TARGET` of the budget."""
+        """Return the logarithm of the multiplier to try next, which should use `TARGET` of the budget."""
         if self.within is not None and self.beyond is not None:
             share = 0.5
             if math.isfinite(self.beyond.y):
                 crossing = (math.log(TARGET) - self.within.y) / (self.beyond.y - self.within.y)
                 share = _clip(crossing, MARGIN, 1 - MARGIN)
             return self.within.x + share * (self.beyond.x - self.within.x)
-        point = self.within or self.beyond
-        if point is None:
-            return start
-        step = (math.log(TARGET) - point.y) / self.power
-        return point.x + _clip(step, -MAX_EXTRAPOLATION, MAX_EXTRAPOLATION)
+        x, point = start, self.within or self.beyond
+        if point is not None:
+            step = (math.log(TARGET) - point.y) / self.power
+            x = point.x + _clip(step, -MAX_EXTRAPOLATION, MAX_EXTRAPOLATION)
+        low = math.log(SMALLEST) if self.within is None else self.within.x
+        high = math.log(LARGEST) if self.beyond is None else self.beyond.x
+        return _clip(x, low, high)
 
 
 def _power(points: Sequence[_Point]) -> float:

@@ -367,14 +367,6 @@ def _parse_size(text: str, n_bytes: int) -> int:
     return int(n_bytes / number if match[2] == "x" else number * UNITS[match[2]])
 
 
-def _check_suffixes(outputs: Iterable[Path]) -> None:
-    """Refuse output names with the suffix of another format."""
-    for output in outputs:
-        if output.suffix in FOREIGN_SUFFIXES and not output.is_dir():
-            right = output.with_suffix(SUFFIX)
-            raise ConfigError(f"{output}: compressed files end with {SUFFIX}; write to {right}")
-
-
 def _check_unchanged(stamps: Mapping[Path, Stamp]) -> None:
     """Raise if an input changed while it was read."""
     for path, stamp in _stamps(stamps).items():
@@ -409,9 +401,8 @@ def _base_differences(opened: Input, base: _Base | None) -> list[str]:
     new = [name for name in opened.tensors if name not in base.tensors]
     gone = [name for name in base.tensors if name not in opened.tensors]
     notes = [f"{len(new)} tensors are not in the base, first {new[0]!r}"] if new else []
-    return notes + (
-        [f"{len(gone)} tensors of the base are not in the input, first {gone[0]!r}"] if gone else []
-    )
+    notes += [f"{len(gone)} tensors of the base are not in the input, first {gone[0]!r}"] if gone else []
+    return notes
 
 
 def _usable(base: _Base | None, target: Path, notes: list[str], *, is_folder: bool) -> _Base | None:
@@ -469,14 +460,17 @@ class _Compression:
         sources = self.sources
         # `output_paths` creates a folder for several outputs, which a prediction must not.
         outputs = output_paths(sources, None if self.is_prediction else output, SUFFIX, is_chain=self.chain)
-        _check_suffixes(path for source, path in zip(sources, outputs, strict=True) if not source.is_dir())
-        if len(sources) > 1 and not self.resume:  # refuse existing outputs before the first write
-            for source, path in zip(sources, outputs, strict=True):
-                if not source.is_dir():
-                    check_target(path, [source], force=self.force or self.is_dry, remedy=RESUME)
+        pairs = list(zip(sources, outputs, strict=True))
+        for source, path in pairs:
+            if path.suffix in FOREIGN_SUFFIXES and not (source.is_dir() or path.is_dir()):
+                right = path.with_suffix(SUFFIX)
+                raise ConfigError(f"{path}: compressed files end with {SUFFIX}; write to {right}")
+            # Of several, an existing output is refused before the first write.
+            if len(pairs) > 1 and not (self.resume or source.is_dir()):
+                check_target(path, [source], force=self.force or self.is_dry, remedy=RESUME)
         base = None if base_path is None else _open_base(base_path, self.search_path)
         try:
-            for source, path in zip(sources, outputs, strict=True):
+            for source, path in pairs:
                 report, base = self._compress_one(source, path, base)
                 if report is None:
                     continue
@@ -612,14 +606,13 @@ class _Compression:
 
     def _job(self, opened: Input, base: _Base | None) -> WriteJob:
         """Return the job that writes the output of an input."""
-        container = opened.checkpoint.container if opened.checkpoint is not None else None
+        container = None if opened.checkpoint is None else opened.checkpoint.container
         recorded = self.job.step
         if recorded is None and container is not None:
             recorded = container.index.step
-        source = path_of(opened.name)
+        source, momentum = path_of(opened.name), self.job.momentum
         step = step_of(source, recorded, opened.metadata)
         step = self.steps.get(source) if step is None else step
-        momentum = self.job.momentum
         job = replace(
             self.job,
             tensors=opened.tensors,

@@ -14,7 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 
 Values = Sequence[Mapping[str, Any]]
 Spec = dict[str, Any]
+# Parts of the page, as `page.html` reads them. A chart has a `title`, `about` (the description below it), the
+# `svg`, and `is_wide`: whether it takes a whole row and is not scaled down.
+Section = dict[str, Any]
 
 CODERS: Final = {
     "constant": "one value, nothing to store",
@@ -76,15 +79,6 @@ BYTES: Final[Spec] = {"axis": {"format": "~s", "grid": True, "labelExpr": "datum
 MAX_LOG_TICKS: Final = 6
 
 
-class Chart(NamedTuple):
-    """A rendered chart."""
-
-    title: str
-    about: str  # description below the title
-    svg: str
-    is_wide: bool = False  # True if it takes a whole row and is not scaled down
-
-
 def number(field: str, title: str | None = None, **how: Any) -> Spec:
     """Return the Vega-Lite encoding of a numeric field; the axis title is the field name by default."""
     return {"field": field, "type": "quantitative", "title": title or field, **how}
@@ -106,7 +100,7 @@ def logarithmic(values: Sequence[float]) -> Spec:
     }
 
 
-def draw(title: str, about: str, values: Values, marks: Sequence[str], y: Spec, **how: Any) -> Chart:
+def draw(title: str, about: str, values: Values, marks: Sequence[str], y: Spec, **how: Any) -> Section:
     """Draw a chart with layers of Vega-Lite marks.
 
     Args:
@@ -135,7 +129,7 @@ def draw(title: str, about: str, values: Values, marks: Sequence[str], y: Spec, 
         lines = ({"type": "rule", "strokeDash": [5, 4]}, text)
         layers += [{**once, "mark": {**mark, "color": "var(--bad)", "aria": False}} for mark in lines]
     fit = {"type": "fit", "contains": "padding"}
-    return Chart(title, about, _svg(values, {**frame, "autosize": fit, "layer": layers}))
+    return {"title": title, "about": about, "svg": _svg(values, {**frame, "autosize": fit, "layer": layers})}
 
 
 def _svg(values: Values, spec: Spec) -> str:
@@ -143,51 +137,6 @@ def _svg(values: Values, spec: Spec) -> str:
 
     shown = [{key: shorten(v) if isinstance(v, str) else v for key, v in row.items()} for row in values]
     return vl_convert.vegalite_to_svg({"padding": 4, "config": _CONFIG, "data": {"values": shown}, **spec})
-
-
-def heat_map(title: str, about: str, items: Values, *, is_root: bool) -> list[Chart]:
-    """Draw a heat map with a row for each kind of tensor and a column for each layer; none without items.
-
-    Args:
-        title: title of the chart.
-        about: description.
-        items: one mapping for each tensor with `group`, `kind`, `layer`, `top` and `bottom`. A cell shows the
-            sum of `top` divided by the sum of `bottom`. Only the first `MAX_KINDS` kinds are shown; with more
-            than `MAX_LAYERS` layers, each kind is summed over all layers.
-        is_root: show the square root of the quotient, in percent.
-    """
-    kinds = list(dict.fromkeys((item["group"], item["kind"]) for item in items))[:MAX_KINDS]
-    shown = [item for item in items if (item["group"], item["kind"]) in kinds][:MAX_TENSORS]
-    if not shown:
-        return []
-    if len({item["layer"] for item in shown}) > MAX_LAYERS:  # vl-convert overflows its stack at about 1,200
-        shown = [{**item, "layer": "none"} for item in shown]
-        about += f" More than {MAX_LAYERS:,} layers: each kind is summed over all of them."
-    # Fonts of browsers are wider than those of vl-convert.
-    room = min(182, 7 * max(len(kind) for _, kind in kinds))
-    # Names differ at the end.
-    label = "length(datum.label) > 26 ? '…' + slice(datum.label, -25) : datum.label"
-    order = ["none", *sorted({item["layer"] for item in shown} - {"none"}, key=int)]
-    sums: dict[tuple[str, str, str], list[float]] = {}
-    for item in shown:
-        of = sums.setdefault((item["group"], item["kind"], item["layer"]), [0.0, 0.0])
-        of[0], of[1] = of[0] + item["top"], of[1] + item["bottom"]
-    values = [
-        {"group": group, "kind": kind, "layer": layer, "value": value}
-        for (group, kind, layer), (top, bottom) in sums.items()
-        for value in [100 * math.sqrt(top / bottom) if is_root else top / bottom]
-    ]
-    legend = _legend([100 * math.sqrt(a / b) if is_root else a / b for a, b in sums.values()])
-    depth: Spec = {"scale": {"type": "log", "range": [0.1, 1]}, "legend": legend}
-    axis = {"orient": "top", "labelExpr": "datum.label == 'none' ? '–' : datum.label"}
-    x: Spec = {"field": "layer", "type": "ordinal", "sort": order, "axis": axis}
-    y: Spec = {"field": "kind", "type": "nominal", "title": None, "sort": None}
-    y["axis"] = {"minExtent": room, "labelExpr": label}
-    cells = {"mark": {"type": "rect", "color": COLOURS[0]}, "width": {"step": 24}, "height": {"step": 20}}
-    cells["encoding"] = {"x": x, "y": y, "opacity": number("value", "faint to strong", **depth)}
-    spec: Spec = {"spec": cells, "resolve": {"scale": {"y": "independent"}}}
-    spec |= {"facet": {"row": {"field": "group", "sort": None}}}
-    return [Chart(title, about, _svg(values, spec), is_wide=room + 24 * len(order) > 380)]
 
 
 def _legend(values: Sequence[float]) -> Spec | None:
@@ -198,7 +147,6 @@ def _legend(values: Sequence[float]) -> Spec | None:
     return {"format": ".2~r", "columns": 5, "values": shown} if len(shown) > 1 else None
 
 
-Section = dict[str, Any]
 AnyReport = Any  # `PageReport` or a part of it; verbs.report imports this module
 Steps = Mapping[str, Sequence["LogEntry"]]
 OWN_PREFIX: Final = "ckptz."  # of keys that adapters add to the metadata
@@ -334,7 +282,7 @@ def _run(run: LogReport, inside: Sequence[InspectReport]) -> Section:
     return {"title": title, "tiles": tiles, "facts": facts, "charts": drawn, "tables": tables}
 
 
-def _run_charts(steps: Steps, metrics: Mapping[str, float]) -> Iterator[Chart]:
+def _run_charts(steps: Steps, metrics: Mapping[str, float]) -> Iterator[Section]:
     values = [
         {"step": step, "bytes": e.stored_bytes, "part": _part(e), "file": e.file, "kind": e.kind}
         for step, of in steps.items()
@@ -424,18 +372,68 @@ def _quality_tile(file: InspectReport, is_exact: bool, of_file: str = "") -> Sec
 
 def _layer_map(
     title: str, about: str, tensors: Iterable[Sequence[Any]], *, is_root: bool = True
-) -> list[Chart]:
-    """Draw a heat map of tensors (group, name, top, bottom); the first number in a name is its layer."""
+) -> list[Section]:
+    """Draw a heat map with a row for each kind of tensor and a column for each layer; none without tensors.
+
+    Args:
+        title: title of the chart.
+        about: description.
+        tensors: (group, name, top, bottom) of each tensor; the first number in a name is its layer. A cell
+            shows the sum of `top` divided by the sum of `bottom`. Only the first `MAX_KINDS` kinds are shown;
+            with more than `MAX_LAYERS` layers, each kind is summed over all layers.
+        is_root: show the square root of the quotient, in percent.
+    """
     items = []
     for group, name, top, bottom in tensors:
-        number_in_name = None if _NUMBERED_STATE.search(name) else _NUMBER.search(name)
-        place = {
-            "kind": _NUMBER.sub("#", name),
-            "layer": str(int(number_in_name[0])) if number_in_name else "none",
-        }
-        items += [{"group": group, **place, "top": top, "bottom": bottom}] if top > 0 else []
+        if top > 0:
+            number_in_name = None if _NUMBERED_STATE.search(name) else _NUMBER.search(name)
+            layer = str(int(number_in_name[0])) if number_in_name else "none"
+            items.append((group, _NUMBER.sub("#", name), layer, top, bottom))
+    kinds = list(dict.fromkeys((group, kind) for group, kind, *_ in items))[:MAX_KINDS]
+    shown = [item for item in items if item[:2] in kinds][:MAX_TENSORS]
+    if not shown:
+        return []
     about = f"{about} Rows are kinds of tensors, columns are layers.".strip()
-    return heat_map(title, about, items, is_root=is_root)
+    layers = {layer for _, _, layer, *_ in shown}
+    if len(layers) > MAX_LAYERS:  # vl-convert overflows its stack at about 1,200
+        layers = {"none"}
+        about += f" More than {MAX_LAYERS:,} layers: each kind is summed over all of them."
+    sums: dict[tuple[str, str, str], list[float]] = {}
+    for group, kind, layer, top, bottom in shown:
+        of = sums.setdefault((group, kind, layer if layer in layers else "none"), [0.0, 0.0])
+        of[0], of[1] = of[0] + top, of[1] + bottom
+    values: list[dict[str, Any]] = []
+    for (group, kind, layer), (top, bottom) in sums.items():
+        value = 100 * math.sqrt(top / bottom) if is_root else top / bottom
+        values.append({"group": group, "kind": kind, "layer": layer, "value": value})
+    order = ["none", *sorted(layers - {"none"}, key=int)]
+    # Fonts of browsers are wider than those of vl-convert.
+    room = min(182, 7 * max(len(kind) for _, kind in kinds))
+    spec = _heat_map(order, room, _legend([cell["value"] for cell in values]))
+    is_wide = room + 24 * len(order) > 380
+    return [{"title": title, "about": about, "svg": _svg(values, spec), "is_wide": is_wide}]
+
+
+def _heat_map(order: Sequence[str], room: int, legend: Spec | None) -> Spec:
+    """Return the specification of a heat map.
+
+    Args:
+        order: the layers from left to right.
+        room: pixels for the names of kinds.
+        legend: of the values.
+    """
+    # Names differ at the end.
+    label = "length(datum.label) > 26 ? '…' + slice(datum.label, -25) : datum.label"
+    depth: Spec = {"scale": {"type": "log", "range": [0.1, 1]}, "legend": legend}
+    axis = {"orient": "top", "labelExpr": "datum.label == 'none' ? '–' : datum.label"}
+    x: Spec = {"field": "layer", "type": "ordinal", "sort": order, "axis": axis}
+    y: Spec = {"field": "kind", "type": "nominal", "title": None, "sort": None}
+    y["axis"] = {"minExtent": room, "labelExpr": label}
+    cells = {"mark": {"type": "rect", "color": COLOURS[0]}, "width": {"step": 24}, "height": {"step": 20}}
+    cells["encoding"] = {"x": x, "y": y, "opacity": number("value", "faint to strong", **depth)}
+    spec: Spec = {"spec": cells, "resolve": {"scale": {"y": "independent"}}}
+    spec |= {"facet": {"row": {"field": "group", "sort": None}}}
+    return spec
 
 
 def _file_facts(file: InspectReport) -> dict[str, str]:
@@ -476,7 +474,7 @@ def _file(file: InspectReport, is_exact: bool) -> Section:
     }
 
 
-def _file_charts(tensors: Sequence[TensorReport]) -> Iterator[Chart]:
+def _file_charts(tensors: Sequence[TensorReport]) -> Iterator[Section]:
     sums: Counter[tuple[str, str]] = Counter()
     for t in tensors:
         sums[t.layer_type, _role(t)] += t.stored_bytes
@@ -528,7 +526,7 @@ def _search(searched: AnyReport) -> Section:
     return {"title": f"The search {name}", "facts": _facts(search), "charts": drawn, "tables": tables}
 
 
-def _histogram(h: AnyReport) -> Chart:
+def _histogram(h: AnyReport) -> Section:
     more = f", and {h.n_not_finite} not finite" if h.n_not_finite else ""
     ends = [h.low + (h.high - h.low) * i / len(h.counts) for i in range(len(h.counts) + 1)]
     values = [{"from": a, "to": b, "values": n} for a, b, n in zip(ends, ends[1:], h.counts, strict=False)]
