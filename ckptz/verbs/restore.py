@@ -24,7 +24,12 @@ from ckptz.foreign.inputs import (
     other_files_of_step,
     stem_of,
 )
-from ckptz.foreign.trainer_folders import open_trainer_folder, plain_state_in, write_plain_trainer
+from ckptz.foreign.trainer_folders import (
+    TrainerFolder,
+    open_trainer_folder,
+    plain_state_in,
+    write_plain_trainer,
+)
 from ckptz.format.byte_source import is_url, naming_urls, path_of
 from ckptz.format.envelope import plain_regions, write_plain
 from ckptz.format.publish import make_folder, publish, scratch_folder
@@ -114,12 +119,22 @@ def restore(
         ConfigError: not a `.ckptz` file, or the output exists or would replace an input.
         UnsupportedError: the file system cannot hold the file names of a folder.
     """
-    located = resolve(path)
+    located, folders = resolve(path), to_paths(search_path)
     with contextlib.ExitStack() as stack:
         if located.weights is None and is_trainer_folder(located.path):
-            job = _of_trainer(located.path, output, to, to_paths(search_path), stack, force=force)
+            if output is None or to is not None:
+                what = "becomes a folder for the plain Trainer; name it with -o, and leave out --to"
+                raise ConfigError(f"{located.path}: {what}")
+            trainer = open_trainer_folder(located.path, folders, stack)
+            job = _of_trainer(located.path, trainer, path_of(output), force=force)
         else:
-            job = _of_input(located, output, to, to_paths(search_path), stack, force=force)
+            read, named = _located_file(located, has_output=output is not None)
+            opened = stack.enter_context(contextlib.closing(open_input(read, folders)))
+            kind = _kind_of(opened, to, output)
+            target = _target_of(opened, named, output, kind, force=force)
+            notes = tuple(_notes(opened, kind, named, located.weights))
+            n_copied, write = len(opened.carried) * (kind == "folder"), partial(_write, kind, target, opened)
+            job = _Restoration(opened.name, [opened], kind, target, write, n_copied, notes)
         if job.kind != "safetensors" and any(source.tree is not None for source in job.inputs):
             torch_files.require_torch(job.target)  # imports torch, whose time is not reported
         start, n_bytes = working_seconds(), sum(tensor_bytes(source.tensors) for source in job.inputs)
@@ -158,21 +173,8 @@ class _Restoration:
     notes: tuple[str, ...]
 
 
-def _of_trainer(
-    path: Path,
-    output: PathLike | None,
-    to: OutputKind | None,
-    search_path: Sequence[Path],
-    stack: contextlib.ExitStack,
-    *,
-    force: bool,
-) -> _Restoration:
-    """Plan the restoration of a `CkptzTrainerMixin` checkpoint to a folder of the plain Trainer."""
-    if output is None or to is not None:
-        raise ConfigError(
-            f"{path}: becomes a folder for the plain Trainer; name it with -o, and leave out --to"
-        )
-    folder, trainer = path_of(output), open_trainer_folder(path, search_path, stack)
+def _of_trainer(path: Path, trainer: TrainerFolder, folder: Path, *, force: bool) -> _Restoration:
+    """Plan the restoration of a `CkptzTrainerMixin` checkpoint at `path` to a folder of the plain Trainer."""
     read = [
         file for source in trainer.inputs if source.checkpoint is not None for file in source.checkpoint.paths
     ]
@@ -194,20 +196,12 @@ def _of_trainer(
     return _Restoration(str(path), trainer.inputs, "folder", folder, write, n_copied, tuple(notes))
 
 
-def _of_input(
-    located: Located,
-    output: PathLike | None,
-    to: OutputKind | None,
-    search_path: Sequence[Path],
-    stack: contextlib.ExitStack,
-    *,
-    force: bool,
-) -> _Restoration:
-    """Plan the restoration of one file or of a compressed folder."""
+def _located_file(located: Located, *, has_output: bool) -> tuple[Path, Path]:
+    """Return the file or folder to read, and the one that the output is named after."""
     path, weights = located.path, located.weights
-    if weights is not None and output is None:
+    if weights is not None and not has_output:
         raise ConfigError(f"{path}: a step of a run is not restored into its folder; name an output with -o")
-    if located.shards is not None and output is None:
+    if located.shards is not None and not has_output:
         raise ConfigError(f"{path}: several ranks wrote this step; name an output with -o")
     if located.is_folder:
         # The folder also has copies of the files beside the shards, plain safetensors files among them.
@@ -223,20 +217,14 @@ def _of_input(
                 f"or a file, such as {newest}"
             )
         path = packed or path
-    read, named = (path, path) if weights is None else (residual_or_file(weights), weights)
-    opened = stack.enter_context(contextlib.closing(open_input(read, search_path)))
-    if not opened.shards and (opened.kind != "ckptz" or opened.checkpoint is None):
-        what = "contains no .ckptz file" if path.is_dir() else "is not a .ckptz file"
-        raise ConfigError(f"{path}: {what}; there is nothing to restore")
-    kind = _kind_of(opened, to, output)
-    target = _target_of(opened, named, output, kind, force=force)
-    notes = tuple(_notes(opened, kind, named, weights))
-    n_copied, write = len(opened.carried) * (kind == "folder"), partial(_write, kind, target, opened)
-    return _Restoration(opened.name, [opened], kind, target, write, n_copied, notes)
+    return (path, path) if weights is None else (residual_or_file(weights), weights)
 
 
 def _kind_of(opened: Input, asked: OutputKind | None, output: PathLike | None) -> RestoredKind:
     """Return the kind of the output: `asked`, else by the suffix of `output`, else the original kind."""
+    if not opened.shards and (opened.kind != "ckptz" or opened.checkpoint is None):
+        what = "contains no .ckptz file" if path_of(opened.name).is_dir() else "is not a .ckptz file"
+        raise ConfigError(f"{opened.name}: {what}; there is nothing to restore")
     if asked in ("pt", "dcp") and opened.sharding is not None and opened.tree is not None:
         raise ConfigError(f"{opened.name}: was a folder of torch files; restore it without --to")
     if asked is not None:
