@@ -322,7 +322,10 @@ class MultiplierSearch:
         first = self.space.scaled(self.template, self.start)
         if self.is_stochastic and _deserves_new_seed(history, first):
             return first
-        config = self.space.scaled(self.template, self._multiplier(bracket.next(math.log(self.start))))
+        multiplier = float(f"{math.exp(bracket.next(math.log(self.start))):.3g}")
+        if math.isclose(multiplier, self.start, rel_tol=SAME):
+            multiplier = self.start  # exactly that of the parent, to keep its grid
+        config = self.space.scaled(self.template, multiplier)
         return None if any(outcome.config == config for outcome in history) else config
 
     def _is_capped(self, history: History) -> bool:
@@ -330,11 +333,6 @@ class MultiplierSearch:
         last = sorted(history, key=lambda outcome: self.space.multiplier(outcome.config))[-2:]
         n_configs, ids = len({outcome.config for outcome in last}), {outcome.content_id for outcome in last}
         return n_configs == 2 and len(ids) == 1 and "" not in ids
-
-    def _multiplier(self, x: float) -> float:
-        """Return exp(x) to three digits; near the parent's multiplier exactly that, to keep its grid."""
-        multiplier = float(f"{math.exp(x):.3g}")
-        return self.start if math.isclose(multiplier, self.start, rel_tol=SAME) else multiplier
 
 
 @dataclass(frozen=True, slots=True)

@@ -190,15 +190,15 @@ def _shards(sharding: Sharding | None) -> tuple[object, ...]:
 
 
 def _check_same_tensors(stored: Tensors, original: Tensors, differs: str) -> None:
-    for name, source in original.items():
-        if name not in stored:
+    kinds, wanted = (
+        {name: f"{source.dtype.name} {list(source.shape)}" for name, source in tensors.items()}
+        for tensors in (stored, original)
+    )
+    for name, kind in wanted.items():
+        if name not in kinds:
             raise CorruptionError(f"{differs}: tensor {name!r} is missing")
-        if _kind(stored[name]) != _kind(source):
-            raise CorruptionError(f"{differs}: tensor {name!r} is {_kind(stored[name])}, not {_kind(source)}")
-    for name in stored:
-        if name not in original:
+        if kinds[name] != kind:
+            raise CorruptionError(f"{differs}: tensor {name!r} is {kinds[name]}, not {kind}")
+    for name in kinds:
+        if name not in wanted:
             raise CorruptionError(f"{differs}: tensor {name!r} is not in the original")
-
-
-def _kind(source: TensorSource) -> str:
-    return f"{source.dtype.name} {list(source.shape)}"

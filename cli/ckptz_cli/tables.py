@@ -182,8 +182,7 @@ def _tensors_table(tensors: Sequence[TensorReport]) -> Table:
     for tensor in tensors:
         layer = tensor.layer_type if tensor.role == "weight" else f"{tensor.layer_type} {tensor.role}"
         gained = "-" if tensor.ratio is None else format_factor(tensor.ratio)
-        bits = "-" if tensor.bits_per_element is None else f"{tensor.bits_per_element:.3f}"
-        numbers = (format_bytes(tensor.stored_bytes), gained, bits)
+        numbers = (format_bytes(tensor.stored_bytes), gained, _or_dash(tensor.bits_per_element, ".3f"))
         method = (tensor.predictor, tensor.mode, _share_text(tensor.coders))
         # Number of chunks that a slice may decode, times the frames of the chain for each.
         chunks = f"1..{tensor.n_chunks} chunks" if tensor.n_chunks > 1 else f"{tensor.n_chunks} chunk"
@@ -215,6 +214,11 @@ def _loss_text(tensor: TensorReport) -> str:
 
 def _share_text(shares: dict[str, float]) -> str:
     return ", ".join(f"{coder} {share:.0%}" for coder, share in shares.items() if share >= 0.005) or "-"
+
+
+def _or_dash(value: float | None, spec: str) -> str:
+    """Format a number, or None as a dash."""
+    return "-" if value is None else format(value, spec)
 
 
 def _shape(shape: Sequence[int]) -> str:
@@ -306,17 +310,9 @@ def _changes(diff: TensorDiff) -> tuple[str, ...]:
     what = f"{diff.kind}, {diff.n_not_finite} not finite" if diff.n_not_finite else diff.kind
     dtypes = dict.fromkeys(filter(None, (diff.dtype_a, diff.dtype_b)))
     shapes = dict.fromkeys(_shape(shape) for shape in (diff.shape_a, diff.shape_b) if shape is not None)
-    shares = (_share(diff.changed_share), _share(diff.relative_change))
-    numbers = (_number(diff.rms_change), _number(diff.max_change))
+    shares = (_or_dash(diff.changed_share, ".3%"), _or_dash(diff.relative_change, ".3%"))
+    numbers = (_or_dash(diff.rms_change, ".3g"), _or_dash(diff.max_change, ".3g"))
     return diff.name, what, " -> ".join(dtypes), " -> ".join(shapes), *shares, *numbers
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3%}"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
 
 
 def _diff_total(report: DiffReport) -> str:
@@ -334,11 +330,11 @@ def _diff_total(report: DiffReport) -> str:
     )
     parts = [f"{n} {what}" for n, what in counts if n]
     if report.n_changed and report.changed_share is not None:
-        parts.append(f"{_share(report.changed_share)} of the elements changed")
+        parts.append(f"{report.changed_share:.3%} of the elements changed")
     if report.relative_change is not None:
-        parts.append(f"rms change {_share(report.relative_change)} of rms in those that changed")
+        parts.append(f"rms change {report.relative_change:.3%} of rms in those that changed")
     if report.max_change is not None:
-        parts.append(f"largest {_number(report.max_change)}")
+        parts.append(f"largest {report.max_change:.3g}")
     if n := report.n_values_changed:
         parts.append(f"{plural(n, 'value')} differ{'s' * (n == 1)}")
     if report.random_states:
