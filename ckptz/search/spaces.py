@@ -129,15 +129,12 @@ class Cube:
 
     def point(self, config: Method) -> Point:
         """Return the coarsest point that is at least as fine as `config` on every axis."""
-        coordinates = self.space.coordinates(config)
-        return tuple(_coarsest(values, coordinates[name]) for name, values in self.axes.items())
-
-
-def _coarsest(values: Sequence[float], bound: float) -> int:
-    """Return the index of the last of `values` (rising or falling) not beyond `bound`; 0 if all are."""
-    rises = values[-1] > values[0]
-    fits = [value <= bound if rises else value >= bound for value in values]
-    return max(sum(fits) - 1, 0)
+        coordinates, point = self.space.coordinates(config), []
+        for name, values in self.axes.items():  # rising or falling
+            sign = 1 if values[-1] > values[0] else -1
+            n_as_fine = sum(sign * value <= sign * coordinates[name] for value in values)
+            point.append(max(n_as_fine - 1, 0))
+        return tuple(point)
 
 
 @dataclass(frozen=True, slots=True)

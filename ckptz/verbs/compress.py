@@ -202,7 +202,10 @@ def compress(
     if chain and _has_steps(sources, steps):  # otherwise in the order of the arguments
         sources.sort(key=lambda source: steps[source])
     if target_size is not None:
-        config = _sized(config, target_size, is_alone=search is None and not (dry_run or chain))
+        _parse_size(target_size, 0)
+        if search is not None or dry_run or chain:
+            raise ConfigError("target_size excludes a search, a dry run and a chain; leave these out")
+        config = config if config.is_lossy else DEFAULT_METHOD()
     needs_written = chain and (search is not None or config.is_lossy)
     _check_together(base, needs_written=needs_written, is_dry=is_dry, resume=resume, force=force)
     check_files(search.template if search else config, guides)
@@ -344,14 +347,6 @@ def _check_made_from(opened: Input, target: Path, sources: Mapping[Path, Stamp])
     if stored != expected or any(time > modified for time, _ in sources.values()):
         what = f"was not made from {opened.name}, or is older than it"
         raise ConfigError(f"{target}: {what}; remove it, or use --force (force=True)")
-
-
-def _sized(config: Method, target_size: str, *, is_alone: bool) -> Method:
-    """Return the lossy configuration for a target size; `is_alone` if no option excludes a target size."""
-    _parse_size(target_size, 0)
-    if not is_alone:
-        raise ConfigError("target_size excludes a search, a dry run and a chain; leave these out")
-    return config if config.is_lossy else DEFAULT_METHOD()
 
 
 def _parse_size(text: str, n_bytes: int) -> int:

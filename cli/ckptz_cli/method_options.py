@@ -9,7 +9,7 @@ import inspect
 import re
 import tomllib
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -110,7 +110,7 @@ def _check_methods(_: click.Context, param: click.Parameter, names: tuple[str, .
     return names
 
 
-method_options: Callable[..., Any] = together(
+method_options = together(
     click.option(
         "--method",
         multiple=True,

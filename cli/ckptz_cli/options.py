@@ -7,13 +7,13 @@ import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import click
 
 from ckptz_cli.session import QUIET, VERBOSE, Verb, streamed
 
-Command = TypeVar("Command", bound=Callable[..., Any])
+Decorator = Callable[[Any], Any]
 COUNT: Final = click.IntRange(min=1)
 _PROTOCOL: Final = re.compile(r"(?:[\w.-]+=)?(\w[\w+.-]*)://")
 jobs_option = click.option(
@@ -38,10 +38,10 @@ SECTIONS: Final[Mapping[str, Sequence[str]]] = {
 }
 
 
-def together(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+def together(*options: Decorator) -> Decorator:
     """Return one decorator for several options, in the order of the help."""
 
-    def add(command: Command) -> Command:
+    def add(command: Any) -> Any:
         for option in reversed(options):
             command = option(command)
         return command
@@ -202,8 +202,10 @@ search_path_option = together(
     storage_option,
 )
 
-# Options of every verb that writes a file, at the end of its help.
-writing_options = together(jobs_option, force_option, search_path_option, session_options)
+# The last options of a verb's help, in front of its function, which gets the `Session` first.
+verb_options = together(session_options, click.pass_obj)
+reading_options = together(search_path_option, verb_options)
+writing_options = together(jobs_option, force_option, reading_options)
 
 
 class SectionedCommand(Verb):

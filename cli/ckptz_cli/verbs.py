@@ -18,9 +18,9 @@ from ckptz_cli.options import (
     force_option,
     jobs_option,
     only_one,
-    search_path_option,
-    session_options,
+    reading_options,
     storage_option,
+    verb_options,
     writing_options,
 )
 from ckptz_cli.search_options import NAMES, choose, require_budgets, search_options, search_view
@@ -48,9 +48,7 @@ Examples:
 @click.command(cls=Verb, epilog=INSPECT_EXAMPLES, short_help="Show the contents of a .ckptz file.")
 @click.argument("file", type=PATH, metavar="FILE|DIR|DIR@STEP")
 @click.option("--tensors", is_flag=True, help="List every tensor.")
-@search_path_option
-@session_options
-@click.pass_obj
+@reading_options
 def inspect(session: Session, file: Path, tensors: bool, search_path: tuple[Path, ...]) -> None:
     """Show the contents of a .ckptz file without decoding it.
 
@@ -76,10 +74,8 @@ Examples:
 @click.argument("files", nargs=-1, required=True, type=PATH, metavar="FILE|DIR|DIR@STEP...")
 @click.option("--against", type=PATH, metavar="ORIGINAL", help="Also compare with this checkpoint.")
 @jobs_option
-@search_path_option
-@session_options
-@click.pass_obj
-def verify(session: Session, /, files: tuple[Path, ...], against: Path | None, **how: Any) -> None:
+@reading_options
+def verify(session: Session, files: tuple[Path, ...], against: Path | None, **how: Any) -> None:
     """Check every stored byte and every decoded value of files and their chains.
 
     With --against, also compare names, dtypes, shapes, metadata and all bits with ORIGINAL; lossy tensors
@@ -144,9 +140,7 @@ Examples:
 
 @click.command(cls=Verb, epilog=LOG_EXAMPLES, short_help="List the checkpoints of a folder and their bases.")
 @click.argument("folder", type=PATH, default=Path(), metavar="[DIR]")
-@search_path_option
-@session_options
-@click.pass_obj
+@reading_options
 def log(session: Session, folder: Path, search_path: tuple[Path, ...]) -> None:
     """List the checkpoints of a folder, each below its base, without decoding them.
 
@@ -181,10 +175,8 @@ Examples:
     "--exit-code", is_flag=True, help=f"Exit with code {DIFFERENT} if they differ; metadata are ignored."
 )
 @jobs_option
-@search_path_option
-@session_options
-@click.pass_obj
-def diff(session: Session, /, first: Path, second: Path, exit_code: bool, **how: Any) -> None:
+@reading_options
+def diff(session: Session, first: Path, second: Path, exit_code: bool, **how: Any) -> None:
     """Show what changed from checkpoint A to checkpoint B, tensor by tensor.
 
     The tensors with the largest relative change come first. A and B may be .ckptz, .safetensors or torch
@@ -229,10 +221,8 @@ Examples:
 )
 @jobs_option
 @force_option
-@search_path_option
-@session_options
-@click.pass_obj
-def report(session: Session, /, paths: tuple[Path, ...], output: PathLike, **how: Any) -> None:
+@reading_options
+def report(session: Session, paths: tuple[Path, ...], output: PathLike, **how: Any) -> None:
     """Write an HTML page with charts of sizes, errors and the history of a run.
 
     PATH is a folder of a run; a .ckptz file; two files of any format to compare; or a .json report of
@@ -313,8 +303,7 @@ Ctrl-C stops a search and writes the best file so far that meets the budget.
     help="Time to spend on a smaller file.",
 )
 @writing_options
-@click.pass_obj
-def compress(session: Session, /, inputs: tuple[Path, ...], output: PathLike | None, **options: Any) -> None:
+def compress(session: Session, inputs: tuple[Path, ...], output: PathLike | None, **options: Any) -> None:
     """Compress checkpoints, losslessly unless you choose a lossy method or a budget.
 
     INPUT is a .safetensors or torch file (.pt, .pth, .bin), a folder of shards or of
@@ -412,9 +401,8 @@ Examples:
     help="Format of the output (default: the original format).",
 )
 @writing_options
-@click.pass_obj
 def restore(
-    session: Session, /, file: Path, output: PathLike | None, kind: OutputKind | None, **how: Any
+    session: Session, file: Path, output: PathLike | None, kind: OutputKind | None, **how: Any
 ) -> None:
     """Decode a checkpoint to its original format; a lossless file is restored bit for bit.
 
@@ -441,8 +429,7 @@ Examples:
 @click.argument("file", type=PATH)
 @click.option("-o", "--output", type=PATH, metavar="OUT", help="Write here instead of replacing FILE.")
 @writing_options
-@click.pass_obj
-def rebase(session: Session, /, file: Path, output: PathLike | None, **how: Any) -> None:
+def rebase(session: Session, file: Path, output: PathLike | None, **how: Any) -> None:
     """Rewrite a delta as a self-contained file, so that its bases can be deleted.
 
     Values and content id do not change, so deltas to FILE remain readable. Lossless tensors are encoded
@@ -491,9 +478,8 @@ Examples:
 )
 @click.option("--dry-run", is_flag=True, help="Show what would be removed; remove nothing.")
 @storage_option
-@session_options
-@click.pass_obj
-def prune(session: Session, /, folder: Path, after: int | None, dry_run: bool, **rules: Any) -> None:
+@verb_options
+def prune(session: Session, folder: Path, after: int | None, dry_run: bool, **rules: Any) -> None:
     """Remove the steps of a training run that no rule keeps.
 
     DIR is a run of a Checkpointer, of the adapters of the Trainer, Lightning, accelerate or
@@ -528,8 +514,7 @@ Examples:
 
 @click.command("warm-up", epilog=WARM_UP_EXAMPLES, short_help="Compile all kernels ahead of time.")
 @click.option("-j", "--jobs", type=COUNT, metavar="N", help="Number of processes (default: all cores).")
-@session_options
-@click.pass_obj
+@verb_options
 def warm_up(session: Session, jobs: int | None) -> None:
     """Compile all kernels ahead of time, for example in a container image.
 
