@@ -18,6 +18,7 @@ from ckptz.guidance.optimizer_layout import Known, known_roles
 from ckptz.state.roles import Rule
 from ckptz.torch import load_file
 from ckptz.training.files import StepState
+from ckptz.training.live import Hold
 from ckptz.verbs.compress import CompressReport
 from tests.support.checkpointer_support import identical
 from tests.support.cli_support import ckptz
@@ -405,9 +406,10 @@ def test_what_soap_keeps_does_not_guide_its_weights(tmp_path: Path) -> None:
     state = {"exp_avg": torch.zeros(4, 4), "exp_avg_sq": torch.ones(4, 4), "GG": [torch.eye(4)]}
     weights = {"model": {"w": torch.zeros(4, 4)}}
     whole = {"classes": ["SOAP"], "groups": [], "optimizer": {"w": state}}
-    assert StepState(weights | whole).roles["optimizer.w.exp_avg_sq"].role == "other"
+    rest = {"coded": {}, "frozen": None, "versions": {}, "extra_weights": (), "hold": Hold()}
+    assert StepState(state=weights | whole, **rest).roles["optimizer.w.exp_avg_sq"].role == "other"
     del state["GG"]
-    assert StepState(weights | whole).roles["optimizer.w.exp_avg_sq"].role == "exp_avg_sq"
+    assert StepState(state=weights | whole, **rest).roles["optimizer.w.exp_avg_sq"].role == "exp_avg_sq"
 
 
 # --- training goes on ---------------------------------------------------------------------------
