@@ -33,9 +33,10 @@ test-slow: $(DEV) ## the exhaustive sweeps
 	$(BIN)/python -m pytest -m slow
 
 # Tests that give the parsers every kind of bytes; compiled kernels are not counted.
-PARSER_TESTS := tests/format tests/hostile tests/api/test_together.py tests/api/test_groups.py \
+PARSER_TESTS := tests/format tests/hostile tests/api/test_together.py tests/api/test_groups.py tests/api/test_refusals.py \
 	tests/codec/test_effort.py tests/codec/test_eight_bit_codes.py tests/codec/test_low_rank.py tests/sync/test_sync_sparse.py \
 	tests/training/test_checkpointer.py tests/training/test_moves.py \
+	tests/codec/test_moments.py::test_jobs_and_order_change_no_byte_and_chunks_agree \
 	tests/integrations/test_moved.py::test_chains_of_whole_checkpoints_move_weights
 
 coverage: $(DEV) ## branches of the parsers that no test takes: fails if there is one
