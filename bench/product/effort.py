@@ -26,7 +26,7 @@ from bench.core.sources import Tensors, as_bf16, concatenated, model_path, n_byt
 from ckptz.codec.effort import DEFAULT, FAST, SMALL, Effort
 from ckptz.format.bits import ByteReader
 from ckptz.format.frequency import entropy_bits, normalise
-from ckptz.format.huffman import code_lengths, encode_huffman_streams, pack_lengths
+from ckptz.format.huffman import encode_huffman_streams, pack_lengths
 from ckptz.format.index import BaseRef
 from ckptz.format.sources import CHUNK_VALUES
 from ckptz.format.streams import (
@@ -37,7 +37,7 @@ from ckptz.format.streams import (
     encode_rans,
     slot_tables,
 )
-from ckptz.kernels import compiled
+from ckptz.kernels import compiled, cpu
 from ckptz.parallel import Workers
 from ckptz.write import frame_writer
 from ckptz.write.frame_writer import FilePlan
@@ -170,7 +170,7 @@ def coder_rows(rounds: int) -> None:
     ]
     out = np.empty(CHUNK_VALUES, np.uint8)
 
-    lengths = code_lengths(counts)
+    lengths = cpu().huffman_lengths(counts)
     packed, n_bytes = [pack_lengths(row) for row in lengths], (counts * lengths).sum(axis=1) // 8 + 4
 
     def huffman(k: int) -> Any:
@@ -214,7 +214,7 @@ def coder_rows(rounds: int) -> None:
         own = np.concatenate(
             [[np.bincount(p, minlength=256) for p in chunk.reshape(-1, 1 << bits)] for chunk in chunks]
         )
-        lengths = code_lengths(own)
+        lengths = cpu().huffman_lengths(own)
         n_bits = (own * lengths).sum() + 8 * sum(len(pack_lengths(row)) + 12 for row in lengths)
         rows.append({"coder": f"Huffman, a table each 2^{bits} codes", "bits a code": f"{n_bits / n:.3f}"})
     save_rows("effort_coders", rows)

@@ -144,7 +144,7 @@ def _predictions(tensor: TensorToEncode) -> Iterator[Prediction]:
     shape = n_rows, math.prod(source.shape[1:])  # as a matrix for the outer product
     if min(shape) > 1 and sum(shape) <= MAX_OUTER:
         sums = summed(run, lambda b: LogSums.of(cpu().to_f32(source.patterns(*b), kind), b[0], shape), source)
-        yield Prediction(kind, Predictor.OUTER, outer=Outer(*sums.factors()))
+        yield Prediction(kind, Predictor.OUTER, outer=Outer.of(*sums.factors()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,9 @@ from ckptz.errors import CorruptionError
 from ckptz.format.bits import ByteReader, ByteWriter
 from ckptz.kernels import cpu
 from ckptz.kernels.floats import Bytes
+
+if TYPE_CHECKING:
+    from ckptz.format.sources import ChunkSources
 
 MAX_RULES: Final = 3
 MAX_CONTEXTS: Final = 1 << 12
@@ -53,11 +56,7 @@ class Magnitude:
     """The label is the eight bits below the sign, in the base or in tensor `source` of the same file."""
 
     source: str | None = None
-
-    @property
-    def radix(self) -> int:
-        """Number of different labels."""
-        return N_MAGNITUDE_CONTEXTS
+    radix: ClassVar[int] = N_MAGNITUDE_CONTEXTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +98,7 @@ class Products:
     shift: int
     n_rows: int
     levels: NDArray[np.int8]
-
-    @property
-    def radix(self) -> int:
-        """Number of different labels."""
-        return N_PRODUCT_CONTEXTS
+    radix: ClassVar[int] = N_PRODUCT_CONTEXTS
 
     def labels(self, begin: int, end: int) -> NDArray[np.uint8]:
         """Compute the labels of patterns begin..end [end - begin]."""
@@ -134,30 +129,11 @@ def n_contexts_of(rules: Sequence[ContextRule]) -> int:
 
 def n_indices_of(rules: Sequence[ContextRule]) -> int:
     """Return the number of stored labels and levels of all rules."""
-    labels = sum(len(rule.indices) for rule in rules if isinstance(rule, Row | Block))
+    labels = sum(rule.indices.size for rule in rules if isinstance(rule, Row | Block))
     return labels + sum(rule.levels.size for rule in rules if isinstance(rule, Products))
 
 
-class ContextSources(Protocol):
-    """Arrays that context rules read, for patterns begin..end of a chunk."""
-
-    begin: int
-    end: int
-
-    def base_patterns(self) -> Any:
-        """Read patterns [end - begin] of the base."""
-        ...
-
-    def base_codes(self) -> NDArray[np.uint8] | None:
-        """Read codes [end - begin] of the base's frame, or None."""
-        ...
-
-    def patterns_of(self, name: str) -> Any:
-        """Read patterns [end - begin] of another tensor of the same file."""
-        ...
-
-
-def _labels_of(rule: ContextRule, sources: ContextSources, row_patterns: int) -> Labels:
+def _labels_of(rule: ContextRule, sources: ChunkSources, row_patterns: int) -> Labels:
     if isinstance(rule, Magnitude):
         patterns = sources.base_patterns() if rule.source is None else sources.patterns_of(rule.source)
         return cpu().magnitudes(patterns)
@@ -237,7 +213,7 @@ def runs_of(rules: Sequence[ContextRule], begin: int, end: int, row_patterns: in
     return Runs(labels, size, rule.radix)
 
 
-def labels_of(rules: Sequence[ContextRule], sources: ContextSources, row_patterns: int) -> Labels:
+def labels_of(rules: Sequence[ContextRule], sources: ChunkSources, row_patterns: int) -> Labels:
     """Return the context of each pattern of a chunk [n]; a row has `row_patterns` patterns."""
     labels: Labels = _labels_of(rules[0], sources, row_patterns)
     if len(rules) > 1:

@@ -19,7 +19,7 @@ from ckptz.format.context_rules import Labels, Runs, labels_of, runs_of
 from ckptz.format.frame import ChunkRecord, FrameHeader
 from ckptz.format.plan import BASE_MODES, Predictor, kernel_mode
 from ckptz.format.sources import ChunkSources
-from ckptz.format.streams import CoderId, decode_stream, read_sparse, unpack_gaps
+from ckptz.format.streams import CoderId, decode_stream, read_sparse
 from ckptz.format.values import predicted
 from ckptz.kernels import cpu
 from ckptz.kernels.floats import RAW, Bytes, Patterns
@@ -63,7 +63,7 @@ def read_changes(header: FrameHeader, record: ChunkRecord, payload: Bytes, n: in
     streams = _sparse_streams(header, record, payload)
     if streams is None:
         return None
-    planes = [None if data is None else read_plane(data, n)[1:] for data in streams]
+    planes = [None if data is None else read_sparse(data, n)[1:] for data in streams]
     mode = kernel_mode(header.plan.mode, header.dtype)
     changed = [positions for positions, _ in filter(None, planes)]
     if not changed:
@@ -89,19 +89,6 @@ def _sparse_streams(
             return None
         readers.append(ByteReader(data.data) if stream.coder == CoderId.SPARSE else None)
     return readers
-
-
-def read_plane(source: ByteReader, n: int) -> tuple[int, Positions, Bytes]:
-    """Decode a sparse stream of n codes.
-
-    Returns:
-        (the common code, positions of the other codes [k], the other codes [k]).
-
-    Raises:
-        FormatError: the stream is damaged.
-    """
-    common, gaps, values = read_sparse(source, n)
-    return common, unpack_gaps(gaps, len(values), n), values
 
 
 def _codes_at(plane: tuple[Positions, Bytes] | None, all_positions: Positions) -> Bytes:
@@ -316,7 +303,8 @@ class _Streams:
 
     def _in_context_order(self, index: int, data: Bytes) -> Bytes:
         (contexts, per_context), header = self._contexts, self._header
-        segments = header.plan.tables[index].segments(contexts, per_context, header.slot_tables(index))
+        tables = header.plan.tables[index]
+        segments = tables.segments(contexts, per_context, tables.slots)
         grouped = np.empty(self._n, np.uint8)
         decode_stream(CoderId.RANS_SHARED, data.data, grouped, segments)
         return grouped

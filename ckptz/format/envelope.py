@@ -183,11 +183,7 @@ def _checked(raw: dict[str, Any], data_offset: int, size: int) -> Envelope:
     metadata = raw.pop("__metadata__", None)
     if metadata is not None and not is_text_map(metadata):
         raise CorruptionError("header: __metadata__ is not a map of strings")
-    try:
-        rows = msgspec.convert(raw, dict[str, _HeaderEntry])
-    except msgspec.ValidationError:
-        raise _malformed(raw) from None
-    regions = sorted((_region(name, row) for name, row in rows.items()), key=lambda r: (r.begin, r.end))
+    regions = sorted((_region(name, row) for name, row in raw.items()), key=lambda r: (r.begin, r.end))
     position = 0
     for region in regions:
         if region.begin != position:
@@ -213,22 +209,13 @@ class _HeaderEntry(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     data_offsets: tuple[Count, Count]
 
 
-def _is_row(row: Any) -> bool:
+def _region(name: str, entry: Any) -> Region:
     try:
-        return bool(msgspec.convert(row, _HeaderEntry))
+        row = msgspec.convert(entry, _HeaderEntry)
     except msgspec.ValidationError:
-        return False
-
-
-def _malformed(raw: Mapping[str, Any]) -> CorruptionError:
-    """Make the error for the first entry that is not one."""
-    name, row = next((name, row) for name, row in raw.items() if not _is_row(row))
-    has_fields = isinstance(row, dict) and row.keys() == set(_HeaderEntry.__struct_fields__)
-    what = "is malformed" if has_fields else "must have the fields dtype, shape and data_offsets"
-    return CorruptionError(f"tensor {name!r}: its header entry {what}")
-
-
-def _region(name: str, row: _HeaderEntry) -> Region:
+        has_fields = isinstance(entry, dict) and entry.keys() == set(_HeaderEntry.__struct_fields__)
+        what = "is malformed" if has_fields else "must have the fields dtype, shape and data_offsets"
+        raise CorruptionError(f"tensor {name!r}: its header entry {what}") from None
     dtype, (begin, end) = dtype_of(row.dtype), row.data_offsets
     if end - begin != dtype.n_bytes(row.shape):
         raise CorruptionError(

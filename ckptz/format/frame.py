@@ -43,7 +43,7 @@ from ckptz.format.context_rules import (
     write_runs,
 )
 from ckptz.format.dtypes import DType, dtype_of_id
-from ckptz.format.frequency import parse_tables, slot_tables, write_tables
+from ckptz.format.frequency import parse_tables, write_tables
 from ckptz.format.plan import (
     BASE_MODES,
     LARGEST_SCALE,
@@ -56,22 +56,21 @@ from ckptz.format.plan import (
     ExplicitTable,
     LinearTable,
     LowRank,
+    Outer,
     Plan,
     PlaneMode,
     Predictor,
     QuantizationMap,
-    StoredOuter,
     StreamTables,
 )
 from ckptz.format.sources import PATTERN_TYPES, n_chunks_of, n_rows_of
-from ckptz.format.streams import CoderId, check_coder, read_embedded, take_embedded, write_embedded
-from ckptz.format.values import ValueTable
+from ckptz.format.streams import CoderId, Embedded, check_coder, read_embedded, take_embedded
+from ckptz.format.values import FLOAT_KINDS, ValueTable
 
 FRAME_VERSION: Final = 1  # spec/versions.md
 MAX_DIMS: Final = 64
 MAX_ELEMENTS: Final = 1 << 48
 MAX_OUTER: Final = 1 << 24  # elements of all outer vectors of a tensor
-VALUE_DTYPES: Final = ("F32", "BF16", "F16")  # dtypes with linear and bits domains
 
 FLAG_ZERO, FLAG_ESCAPE = 1, 2
 KNOWN_FLAGS: Final = FLAG_ZERO | FLAG_ESCAPE
@@ -104,7 +103,7 @@ def pack_plan(dtype: DType, shape: tuple[int, ...], plan: Plan) -> bytes:
     for rule in plan.rules:
         _write_rule(out, rule)
     if quant_map is not None:
-        _write_map(out, quant_map, dtype)
+        _write_map(out, quant_map)
     for stream in plan.tables:
         out.raw(stream.packed)
         if not stream.packed:
@@ -190,7 +189,7 @@ def _check(plan: Plan, dtype: DType, flags: int) -> None:
             raise CorruptionError(f"predictor {plan.predictor.name} does not fit plane mode {plan.mode.name}")
         if plan.outer is not None:
             raise CorruptionError(f"byte planes have no predictor {plan.predictor.name}")
-    elif dtype.name not in VALUE_DTYPES:
+    elif dtype.name not in FLOAT_KINDS:
         raise CorruptionError(f"a frame of {dtype.name} has a quantization map")
 
 
@@ -218,13 +217,13 @@ def _write_rule(out: ByteWriter, rule: ContextRule) -> None:
         out.u8(RuleId.PRODUCTS)
         out.u8(rule.shift)
         out.varint(len(rule.levels))
-        write_embedded(out, rule.levels.view(np.uint8).reshape(-1))
+        Embedded.of(rule.levels.view(np.uint8).reshape(-1)).write(out)
     else:
         out.u8(RuleId.ROW if isinstance(rule, Row) else RuleId.BLOCK)
         out.varint(rule.radix)
         if isinstance(rule, Block):
             out.varint(rule.size)
-        write_embedded(out, rule.indices)
+        Embedded.of(rule.indices).write(out)
 
 
 def _parse_rules(source: ByteReader, dtype: DType, shape: tuple[int, ...]) -> tuple[ContextRule, ...]:
@@ -294,24 +293,21 @@ def _parse_indices(source: ByteReader, radix: int, n: int) -> NDArray[np.uint8]:
 # --- map ----------------------------------------------------------------------------------------
 
 
-def _write_map(out: ByteWriter, quant_map: QuantizationMap, dtype: DType) -> None:
+def _write_map(out: ByteWriter, quant_map: QuantizationMap) -> None:
     n_rows, n_codes = quant_map.table.shape
     out.u8(TableKind.EXPLICIT if isinstance(quant_map.table, ExplicitTable) else TableKind.EXPANDED)
     out.varint(n_rows)
     out.varint(n_codes)
-    _write_entries(out, quant_map.table, dtype)
+    if isinstance(quant_map.table, ExplicitTable):
+        entries = quant_map.table.entries
+        out.raw(entries.astype(PATTERN_TYPES[entries.itemsize]).tobytes())
+    else:
+        for vector in (quant_map.table.scale, quant_map.table.level, quant_map.table.offset):
+            out.raw(vector.astype("<f8").tobytes())
     if n_rows > 1:
         write_runs(out, quant_map.row_of_context)
     if quant_map.zero_code is not None:
         out.u8(quant_map.zero_code)
-
-
-def _write_entries(out: ByteWriter, table: AnyTable, dtype: DType) -> None:
-    if isinstance(table, ExplicitTable):
-        out.raw(table.entries.astype(PATTERN_TYPES[table.entries.itemsize]).tobytes())
-    else:
-        for vector in (table.scale, table.level, table.offset):
-            out.raw(vector.astype("<f8").tobytes())
 
 
 def _parse_map(
@@ -380,11 +376,11 @@ def _write_outer(out: ByteWriter, outer: AnyOuter) -> None:
         plane.write(out)
 
 
-def _parse_outer(source: ByteReader, shape: tuple[int, ...]) -> StoredOuter:
+def _parse_outer(source: ByteReader, shape: tuple[int, ...]) -> Outer:
     n_rows, n_columns = math.prod(shape[:1]), math.prod(shape[1:])
     _check_outer(n_rows + n_columns)
     planes = [take_embedded(source, "outer vector") for _ in range(2 * OUTER_BYTES)]
-    return StoredOuter(planes, n_rows, n_columns)
+    return Outer(n_rows, n_columns, planes)
 
 
 def _check_outer(n: int) -> None:
@@ -443,7 +439,7 @@ def _record_layout(n_sums: int, n_streams: int) -> struct.Struct:
 
 def chunk_record_bytes(dtype: DType, plan: Plan) -> int:
     """Return the size of a packed ChunkRecord in bytes."""
-    return 16 + 8 * plan.reads_base_codes + 5 * plan.n_streams(dtype)
+    return _record_layout(2 + plan.reads_base_codes, plan.n_streams(dtype)).size
 
 
 @dataclass(frozen=True)
@@ -484,16 +480,6 @@ class FrameHeader:
     def chunk_offsets(self) -> tuple[int, ...]:
         """Offset of each chunk from the end of the header."""
         return tuple(itertools.accumulate((chunk.n_bytes for chunk in self.chunks), initial=0))
-
-    @functools.cached_property
-    def _slots(self) -> dict[int, NDArray[np.uint32]]:
-        return {}
-
-    def slot_tables(self, stream: int) -> NDArray[np.uint32]:
-        """Return the cached decoding tables [n_tables, 4096] of a stream with shared tables."""
-        if stream not in self._slots:
-            self._slots[stream] = slot_tables(self.plan.tables[stream].frequencies)
-        return self._slots[stream]
 
     @functools.cached_property
     def value_table(self) -> ValueTable:
@@ -546,11 +532,11 @@ def header_length(prefix: bytes, most: int) -> int:
 def _parse_chunks(
     source: ByteReader, dtype: DType, shape: tuple[int, ...], plan: Plan
 ) -> tuple[ChunkRecord, ...]:
-    n_chunks = n_chunks_of(dtype.n_patterns(shape))
-    if n_chunks * chunk_record_bytes(dtype, plan) != source.left:
-        raise CorruptionError(f"{source.left} bytes of chunk records for {n_chunks} chunks")
-    n_sums, chunks = 2 + plan.reads_base_codes, []
+    n_chunks, n_sums = n_chunks_of(dtype.n_patterns(shape)), 2 + plan.reads_base_codes
     layout = _record_layout(n_sums, plan.n_streams(dtype))
+    if n_chunks * layout.size != source.left:
+        raise CorruptionError(f"{source.left} bytes of chunk records for {n_chunks} chunks")
+    chunks = []
     for numbers in layout.iter_unpack(source.take(source.left, "chunk records")):
         stream_numbers = numbers[n_sums:]
         streams = tuple(map(StreamRecord, stream_numbers[::2], stream_numbers[1::2]))

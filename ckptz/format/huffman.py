@@ -23,12 +23,6 @@ _FULL: Final = 1 << HUFFMAN_BITS  # sum of the shares of a complete code
 _SHARES: Final = np.array([0, *(_FULL >> n for n in range(1, HUFFMAN_BITS + 1)), *[0] * (15 - HUFFMAN_BITS)])
 
 
-def code_lengths(counts: Counts) -> Bytes:
-    """Compute optimal code lengths [n, 256] in bits for counts [n, 256]; 0 for rows with a single symbol."""
-    lengths: Bytes = cpu().huffman_lengths(counts)
-    return lengths
-
-
 def pack_lengths(lengths: Bytes) -> bytes:
     """Pack code lengths [256] of at least two symbols into bytes: spec/02-entropy.md#code-lengths."""
     used = np.flatnonzero(lengths)

@@ -8,11 +8,10 @@ integer that is added to the ordered bit pattern.
 from __future__ import annotations
 
 import functools
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 from ckptz.errors import CorruptionError
 from ckptz.format.context_rules import BaseCode, ContextRule, Magnitude, n_contexts_of
 from ckptz.format.dtypes import DType
+from ckptz.format.frequency import slot_tables
 from ckptz.format.streams import Embedded, Segments
 from ckptz.kernels import cpu, floats
 
@@ -36,46 +36,29 @@ LARGEST_SCALE: Final = (
 )
 
 
-class _Table(ABC):
-    """A table of levels for each row and code: F32 patterns, or integers as wide as a pattern."""
-
-    __slots__ = ()
-
-    @property
-    @abstractmethod
-    def shape(self) -> tuple[int, int]:
-        """(number of rows, number of codes)."""
-
-    @abstractmethod
-    def at(self, rows: NDArray[Any], codes: NDArray[Any]) -> Table:
-        """Compute the entries for arrays of rows and codes, which are broadcast."""
-
-    def expand(self) -> Table:
-        """Compute all entries [n_rows, n_codes]."""
-        n_rows, n_codes = self.shape
-        return self.at(np.arange(n_rows)[:, None], np.arange(n_codes))
-
-
 @dataclass(frozen=True, slots=True)
-class ExplicitTable(_Table):
+class ExplicitTable:
     """A table with stored entries [n_rows, n_codes]."""
 
     entries: Table
 
     @property
     def shape(self) -> tuple[int, int]:
+        """(number of rows, number of codes)."""
         n_rows, n_codes = self.entries.shape
         return n_rows, n_codes
 
     def at(self, rows: NDArray[Any], codes: NDArray[Any]) -> Table:
+        """Return the entries for arrays of rows and codes, which are broadcast."""
         return self.entries[rows, codes]
 
     def expand(self) -> Table:
+        """Return all entries [n_rows, n_codes]."""
         return self.entries
 
 
 @dataclass(frozen=True, slots=True)
-class LinearTable(_Table):
+class LinearTable:
     """A table of scale[row] * level[code] + offset[row], computed in double and rounded to F32."""
 
     scale: NDArray[np.float64]
@@ -84,12 +67,18 @@ class LinearTable(_Table):
 
     @property
     def shape(self) -> tuple[int, int]:
+        """(number of rows, number of codes)."""
         return len(self.scale), len(self.level)
 
     def at(self, rows: NDArray[Any], codes: NDArray[Any]) -> Table:
+        """Compute the entries for arrays of rows and codes, which are broadcast."""
         with np.errstate(all="ignore"):
             entries = self.scale[rows] * self.level[codes] + self.offset[rows]
             return floats.round_f64(entries.reshape(-1)).reshape(entries.shape)
+
+    def expand(self) -> Table:
+        """Compute all entries [n_rows, n_codes]."""
+        return self.at(np.arange(len(self.scale))[:, None], np.arange(len(self.level)))
 
 
 AnyTable = ExplicitTable | LinearTable
@@ -164,13 +153,18 @@ class Predictor(IntEnum):
     LOW_RANK = 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StreamTables:
     """Frequency tables of one code stream, shared by all chunks, and the table of each context."""
 
     frequencies: NDArray[np.uint16]
     table_of: NDArray[np.int64]  # table of each context [n_contexts]
     packed: bytes = b""  # number of tables and packed tables, if the encoder has packed them already
+
+    @functools.cached_property
+    def slots(self) -> NDArray[np.uint32]:
+        """Decoding tables [n_tables, 4096]."""
+        return slot_tables(self.frequencies)
 
     def segments(
         self,
@@ -188,61 +182,50 @@ class StreamTables:
         return Segments(np.cumsum(per_context), self.table_of[contexts], self.frequencies, slots)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Outer:
-    """Two vectors of finite F32 patterns whose outer product is the prediction of a matrix."""
+    """Two vectors of finite F32 patterns whose outer product is the prediction of a matrix.
 
-    rows: NDArray[np.uint32]
-    columns: NDArray[np.uint32]
+    They are decoded on demand: a few bytes may decode to 64 MiB, which reading a header does not need.
 
-    @functools.cached_property
-    def stored(self) -> Sequence[Embedded]:
-        """The byte planes of both vectors as a header holds them, encoded once."""
-        vectors = (self.rows, self.columns)
-        planes = (vector.astype("<u4").view(np.uint8).reshape(-1, OUTER_BYTES).T for vector in vectors)
-        return Embedded.of_all([np.ascontiguousarray(plane) for both in planes for plane in both])
+    Attributes:
+        n_rows: rows of the matrix.
+        n_columns: columns of the matrix.
+        stored: byte planes of the row vector, then of the column vector.
+    """
+
+    n_rows: int
+    n_columns: int
+    stored: Sequence[Embedded]
+
+    @classmethod
+    def of(cls, rows: NDArray[np.uint32], columns: NDArray[np.uint32]) -> Self:
+        """Encode two vectors."""
+        planes = (part.astype("<u4").view(np.uint8).reshape(-1, OUTER_BYTES).T for part in (rows, columns))
+        stored = Embedded.of_all([np.ascontiguousarray(plane) for both in planes for plane in both])
+        outer = cls(len(rows), len(columns), stored)
+        outer.rows, outer.columns = rows, columns
+        return outer
 
     @property
     def n_elements(self) -> int:
         """Number of elements of both vectors."""
-        return len(self.rows) + len(self.columns)
-
-    def check(self) -> None:
-        """Accept the vectors, as those in memory are valid."""
-
-    def products(self, begin: int, end: int) -> NDArray[np.uint32]:
-        """Compute elements begin..end of the matrix, F32 patterns [end - begin]."""
-        return cpu().outer_product(self.rows, self.columns, begin, end)
-
-
-class StoredOuter:
-    """The two vectors of `Outer` as stored in a header, decoded on demand.
-
-    A few bytes may decode to 64 MiB, which reading the header alone does not need.
-    """
-
-    def __init__(self, stored: Sequence[Embedded], n_rows: int, n_columns: int) -> None:
-        self.stored, self._n_rows, self._n_columns = stored, n_rows, n_columns
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(rows={self.rows!r}, columns={self.columns!r})"
-
-    @property
-    def n_elements(self) -> int:
-        return self._n_rows + self._n_columns
+        return self.n_rows + self.n_columns
 
     @functools.cached_property
     def rows(self) -> NDArray[np.uint32]:
-        return _vector(self.stored[:OUTER_BYTES], self._n_rows)
+        """The row vector [n_rows]."""
+        return _vector(self.stored[:OUTER_BYTES], self.n_rows)
 
     @functools.cached_property
     def columns(self) -> NDArray[np.uint32]:
-        return _vector(self.stored[OUTER_BYTES:], self._n_columns)
+        """The column vector [n_columns]."""
+        return _vector(self.stored[OUTER_BYTES:], self.n_columns)
 
     def check(self) -> None:
         """Raise FormatError if a vector cannot be decoded; nothing is cached."""
-        _vector(self.stored[:OUTER_BYTES], self._n_rows)
-        _vector(self.stored[OUTER_BYTES:], self._n_columns)
+        _vector(self.stored[:OUTER_BYTES], self.n_rows)
+        _vector(self.stored[OUTER_BYTES:], self.n_columns)
 
     def products(self, begin: int, end: int) -> NDArray[np.uint32]:
         """Compute elements begin..end of the matrix, F32 patterns [end - begin]."""
@@ -321,7 +304,7 @@ def _are_normal(patterns: NDArray[np.uint32]) -> bool:
     return bool(((sizes == 0) | (sizes >= MIN_NORMAL_FACTOR)).all())
 
 
-AnyOuter = Outer | StoredOuter | LowRank
+AnyOuter = Outer | LowRank
 
 
 def _vector(planes: Sequence[Embedded], n: int) -> NDArray[np.uint32]:

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 import zstandard
@@ -31,7 +31,7 @@ from ckptz.format.frequency import (
     row_entropy_bits,
     slot_tables,
 )
-from ckptz.format.huffman import SIZES, code_lengths, decode_huffman, encode_huffman_streams, pack_lengths
+from ckptz.format.huffman import SIZES, decode_huffman, encode_huffman_streams, pack_lengths
 from ckptz.kernels import cpu
 from ckptz.kernels.floats import MAX_GAP_BYTE, Bytes, Counts, Frequencies, Positions, Reals
 
@@ -94,11 +94,6 @@ class Segments:
         return slot_tables(self.tables) if self.slots is None else self.slots
 
 
-class _Zstd(Protocol):
-    def compress(self, data: Any) -> bytes: ...
-    def decompress(self, data: Any, max_output_size: int = 0, *, allow_extra_data: bool = True) -> bytes: ...
-
-
 _local = threading.local()  # zstd contexts are expensive to create and not thread-safe
 
 
@@ -107,8 +102,8 @@ def _zstd_compress(symbols: Bytes, level: int = ZSTD_LEVEL) -> bytes:
         _local.compressors = {
             n: zstandard.ZstdCompressor(n, write_checksum=False) for n in (ZSTD_LEVEL, ZSTD_SAMPLE_LEVEL)
         }
-    compressor: _Zstd = _local.compressors[level]
-    return compressor.compress(symbols)
+    compressed: bytes = _local.compressors[level].compress(symbols)
+    return compressed
 
 
 # --- rANS ---------------------------------------------------------------------------------------
@@ -252,8 +247,15 @@ def _packed_sparse(common: int, parts: Iterable[tuple[Bytes, Stream]]) -> bytes:
     return out.getvalue()
 
 
-def read_sparse(source: ByteReader, n: int) -> tuple[int, Bytes, Bytes]:
-    """Decode a sparse stream of `n` codes into (common symbol, gaps [m], values [k]) with k at most n."""
+def read_sparse(source: ByteReader, n: int) -> tuple[int, Positions, Bytes]:
+    """Decode a sparse stream of `n` codes.
+
+    Returns:
+        (the common code, positions of the other codes [k], the other codes [k]).
+
+    Raises:
+        FormatError: the stream is damaged.
+    """
     common = source.u8("sparse common symbol")
     # Each value has one gap byte below 255, and gaps of 255 skip 255 codes each.
     most = (n + n // 255 + 1, n)
@@ -264,12 +266,13 @@ def read_sparse(source: ByteReader, n: int) -> tuple[int, Bytes, Bytes]:
             raise CorruptionError(f"{what}: {n_symbols} symbols in a stream of {n}")
         parts.append(read_embedded(source, n_symbols, what, nested=True))
     source.end("sparse stream")
-    return common, parts[0], parts[1]
+    gaps, values = parts
+    return common, unpack_gaps(gaps, len(values), n), values
 
 
 def _decode_sparse(source: ByteReader, out: Bytes) -> None:
-    out[:], gaps, values = read_sparse(source, len(out))
-    out[unpack_gaps(gaps, len(values), len(out))] = values
+    out[:], positions, values = read_sparse(source, len(out))
+    out[positions] = values
 
 
 # --- any stream ---------------------------------------------------------------------------------
@@ -370,7 +373,7 @@ class _OwnTables:
 
     def _add_huffman(self, at: list[int], counts: Counts, margin: float) -> None:
         """Compute code lengths for the streams `at`, and choose Huffman where it is within the margin."""
-        self._lengths[at] = code_lengths(counts[at])
+        self._lengths[at] = cpu().huffman_lengths(counts[at])
         all_bits = (counts[at] * self._lengths[at]).sum(axis=1).tolist()
         for k, n_bits in zip(at, all_bits, strict=True):
             packed, ideal = pack_lengths(self._lengths[k]), self.owns[k]
@@ -378,7 +381,7 @@ class _OwnTables:
             if n_bytes <= (1 + margin) * ideal.n_bytes:
                 self._packed[k] = packed
                 self._huffman.add(k)
-                self.owns[k] = OwnTable(ideal.n, n_bytes, n_bytes < ideal.n * (1 - MIN_GAIN), ideal.bits)
+                self.owns[k] = OwnTable(ideal.n, n_bytes, ideal.bits)
 
     def _add_rans(self, at: list[int], counts: Counts) -> None:
         if at:
@@ -478,15 +481,19 @@ class OwnTable:
 
     n: int
     n_bytes: float  # size of the stream
-    pays: bool  # True if it is sufficiently smaller than the codes
     bits: float  # size of the encoded codes alone, in bits
+
+    @property
+    def pays(self) -> bool:
+        """True if the stream is sufficiently smaller than the codes."""
+        return self.n_bytes < self.n * (1 - MIN_GAIN)
 
     @classmethod
     def of(cls, n: int, n_packed: int, bits: float) -> OwnTable:
         """Estimate a stream of `n` codes of `bits` bits with a table of `n_packed` bytes."""
         n_bytes = bits / 8
         n_bytes += n_packed + 1 + 4 * n_lanes_for(n_bytes)
-        return cls(n, n_bytes, n_bytes < n * (1 - MIN_GAIN), bits)
+        return cls(n, n_bytes, bits)
 
 
 def middle_of(symbols: Bytes) -> Bytes:
@@ -587,11 +594,6 @@ def decode_stream(coder: int, stream: memoryview, out: Bytes, segments: Segments
     _DECODERS[coder](ByteReader(stream), out)
 
 
-def write_embedded(out: ByteWriter, symbols: Bytes) -> None:
-    """Encode and write symbols [n] as an embedded stream: spec/02-entropy.md#embedded-streams."""
-    Embedded.of(symbols).write(out)
-
-
 @dataclass(frozen=True, slots=True)
 class Embedded:
     """An encoded embedded stream."""
@@ -641,7 +643,7 @@ def take_embedded(source: ByteReader, what: str, *, nested: bool = False) -> Emb
 
 
 def read_embedded(source: ByteReader, n: int, what: str, *, nested: bool = False) -> Bytes:
-    """Read and decode an embedded stream, the inverse of `write_embedded`.
+    """Read and decode an embedded stream, the inverse of `Embedded.write`.
 
     Args:
         source: the reader, before the coder.
@@ -679,8 +681,7 @@ def _decode_zstd(source: ByteReader, out: Bytes) -> None:
             raise CorruptionError(f"zstd stream asks for a window of {announced.window_size} bytes")
         if not hasattr(_local, "decompressor"):
             _local.decompressor = zstandard.ZstdDecompressor()
-        decompressor: _Zstd = _local.decompressor
-        decoded = decompressor.decompress(stream, max_output_size=len(out), allow_extra_data=False)
+        decoded = _local.decompressor.decompress(stream, max_output_size=len(out), allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise CorruptionError(f"zstd stream: {error}") from None
     if len(decoded) != len(out):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
 
@@ -11,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.format.dtypes import DType
-from ckptz.format.plan import MAX_CODES, Domain, Plan, Predictor, QuantizationMap
+from ckptz.format.plan import MAX_CODES, Domain, Plan, Predictor
 from ckptz.format.sources import PATTERN_TYPES, ChunkSources
 from ckptz.kernels import cpu, floats
 from ckptz.kernels.floats import Bytes, Patterns
@@ -22,33 +21,19 @@ ONE_ROW: Final = np.zeros(1, np.uint16)
 FLOAT_KINDS: Final = {"F32": floats.F32, "BF16": floats.BF16, "F16": floats.F16}
 
 
-@dataclass(frozen=True)
 class ValueTable:
     """The quantization map of a plan as arrays for kernels; the dtype is one of `FLOAT_KINDS`."""
 
-    dtype: DType
-    plan: Plan
-
-    @cached_property
-    def quant_map(self) -> QuantizationMap:
-        """The quantization map of the plan."""
-        assert self.plan.quant_map is not None
-        return self.plan.quant_map
-
-    @cached_property
-    def kind(self) -> int:
-        """The number of the dtype in kernels."""
-        return FLOAT_KINDS[self.dtype.name]
+    def __init__(self, dtype: DType, plan: Plan) -> None:
+        assert plan.quant_map is not None
+        self.dtype, self.plan, self.quant_map = dtype, plan, plan.quant_map
+        self.kind = FLOAT_KINDS[dtype.name]  # number of the dtype in kernels
+        self.row_of_context = self.quant_map.row_of_context.astype(np.uint16)
 
     @cached_property
     def entries(self) -> NDArray[Any]:
         """Values of all codes [n_rows, n_codes]: F32 patterns or integers, final patterns if added to 0."""
         return np.ascontiguousarray(self._finished(self.quant_map.table.expand()))
-
-    @cached_property
-    def row_of_context(self) -> NDArray[np.uint16]:
-        """The row of each context."""
-        return self.quant_map.row_of_context.astype(np.uint16)
 
     @cached_property
     def by_context(self) -> NDArray[Any] | None:

@@ -279,7 +279,7 @@ def build_case(
         scales = reference.round_f64(rng.standard_normal(3) * 1e-6)
         outer = LowRank(*sizes, scales, Embedded.of(codes_of_terms))
     if predictor is Predictor.OUTER:
-        outer = Outer(*(reference.round_f64(rng.standard_normal(size) * 1e-2) for size in sizes))
+        outer = Outer.of(*(reference.round_f64(rng.standard_normal(size) * 1e-2) for size in sizes))
     has_codes = rng.random() < 0.7
     base: TensorSource = ArraySource(dtype, shape, base_patterns)
     if has_codes:
