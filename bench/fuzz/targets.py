@@ -88,7 +88,8 @@ def _frame(data: bytes) -> None:
     out = np.empty(min(header.n_patterns, CHUNK_VALUES), PATTERN_TYPES[header.dtype.pattern_bytes])
     base = ArraySource(header.dtype, header.shape, np.zeros_like(out))
     payload = np.frombuffer(frame[n_header:], np.uint8)[: header.chunks[0].n_bytes].copy()
-    decode_chunk(header, 0, payload, ChunkSources(0, len(out), base, lambda _: base), out)
+    contexts = dict.fromkeys(header.plan.context_tensor_names, base)
+    decode_chunk(header, 0, payload, ChunkSources(0, len(out), base, contexts), out)
 
 
 def _tree(data: bytes) -> None:

@@ -46,12 +46,8 @@ class LiveTensor(TensorSource):
         """Return a copy of the patterns at positions of the flat tensor."""
         raise NotImplementedError
 
-    def put(self, positions: Positions, patterns: Patterns) -> None:
-        """Write bit patterns at positions of the flat tensor."""
-        raise NotImplementedError
-
-    def write(self, begin: int, patterns: Patterns) -> None:
-        """Write consecutive bit patterns from position `begin` on."""
+    def put(self, where: Positions | slice, patterns: Patterns) -> None:
+        """Write bit patterns at positions of the flat tensor, or in a slice of it with two bounds."""
         raise NotImplementedError
 
     def forget(self) -> None:
@@ -81,34 +77,27 @@ class Patched:
 
 @dataclass(slots=True)
 class _Edit:
-    """New patterns of one chunk of a tensor: at positions, or consecutive ones from `begin`."""
+    """New patterns of one chunk of a tensor: at positions, or in a slice, whose old ones are read later."""
 
     name: str
     target: LiveTensor
-    begin: int
+    where: Positions | slice
     n_patterns: int
     new: Patterns | None
-    positions: Positions | None = None
     old: Patterns | None = None
 
     def apply(self) -> None:
         """Write the new patterns, and keep the old ones for `undo` instead."""
         assert self.new is not None
-        if self.old is None:
-            self.old = self.target.patterns(self.begin, self.begin + self.n_patterns).copy()
-        self._write(self.new)
+        if isinstance(self.where, slice):
+            self.old = self.target.patterns(self.where.start, self.where.stop).copy()
+        self.target.put(self.where, self.new)
         self.new = None
 
     def undo(self) -> None:
         """Write the old patterns back if they were read."""
         if self.old is not None:
-            self._write(self.old)
-
-    def _write(self, patterns: Patterns) -> None:
-        if self.positions is None:
-            self.target.write(self.begin, patterns)
-        else:
-            self.target.put(self.positions, patterns)
+            self.target.put(self.where, self.old)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +196,7 @@ def _tasks(
                 f"{container.name}: decoding tensor {name!r} needs the codes of its base file, which live "
                 "tensors do not have; load the checkpoint with load_file instead"
             )
-        with container.naming(name):
+        with source.naming():
             is_alone = source.base is None or not source.needs_other_file  # raises if there is no base
         if is_alone and header.n_patterns:
             self_contained.append(name)
@@ -248,7 +237,7 @@ def _edit_of_trusted(task: _ChunkToEdit) -> _Edit | None:
     changes = _changes(task)
     if changes is None:
         return _dense_edit(task)  # checks the decoded chunk
-    task.source.check_chunk(task.index)
+    task.source.checked_payload(task.index)
     if not len(changes):
         return None
     old = task.target.take(changes.positions + task.begin)
@@ -257,7 +246,7 @@ def _edit_of_trusted(task: _ChunkToEdit) -> _Edit | None:
 
 def _sparse_edit(task: _ChunkToEdit, changes: Changes, old: Patterns, new: Patterns) -> _Edit:
     positions = changes.positions + task.begin
-    return _Edit(task.source.entry.name, task.target, task.begin, len(new), new, positions, old)
+    return _Edit(task.source.entry.name, task.target, positions, len(new), new, old)
 
 
 def _dense_edit(task: _ChunkToEdit) -> _Edit:
@@ -269,9 +258,9 @@ def _dense_edit(task: _ChunkToEdit) -> _Edit:
         if not task.source.needs_other_file:
             raise
         # Intact bytes that cannot be decoded were encoded with contexts of another base.
-        task.source.check_chunk(task.index)
+        task.source.checked_payload(task.index)
         raise other_values(task.source) from None
-    return _Edit(task.source.entry.name, task.target, task.begin, n_patterns, new)
+    return _Edit(task.source.entry.name, task.target, slice(task.begin, task.end), n_patterns, new)
 
 
 _local = threading.local()
@@ -289,7 +278,7 @@ def _scratch(patterns: Patterns) -> Patterns:
 
 def _require_checksum(task: _ChunkToEdit, patterns: Patterns) -> None:
     if not task.source.holds(task.index, patterns):
-        task.source.check_chunk(task.index)
+        task.source.checked_payload(task.index)
         raise other_values(task.source)
 
 
@@ -461,11 +450,9 @@ class _FlatTensor(LiveTensor):
     def take(self, positions: Positions) -> Patterns:
         return _patterns_of(self._flat[self._moved(positions)])
 
-    def put(self, positions: Positions, patterns: Patterns) -> None:
-        self._flat[self._moved(positions)] = self._moved(_signed(patterns))
-
-    def write(self, begin: int, patterns: Patterns) -> None:
-        self._flat[begin : begin + len(patterns)] = self._moved(_signed(patterns))
+    def put(self, where: Positions | slice, patterns: Patterns) -> None:
+        signed = patterns.view(np.uint8 if patterns.itemsize == 1 else f"<i{patterns.itemsize}")
+        self._flat[where if isinstance(where, slice) else self._moved(where)] = self._moved(signed)
 
     def _moved(self, array: Any) -> torch.Tensor:
         return torch.from_numpy(array).to(self._flat.device)
@@ -484,11 +471,8 @@ class _HostTensor(_FlatTensor):
         taken: Patterns = self._flat[positions]
         return taken
 
-    def put(self, positions: Positions, patterns: Patterns) -> None:
-        self._flat[positions] = patterns
-
-    def write(self, begin: int, patterns: Patterns) -> None:
-        self._flat[begin : begin + len(patterns)] = patterns
+    def put(self, where: Positions | slice, patterns: Patterns) -> None:
+        self._flat[where] = patterns
 
 
 class _StridedTensor(LiveTensor):
@@ -519,25 +503,19 @@ class _StridedTensor(LiveTensor):
     def take(self, positions: Positions) -> Patterns:
         return self._ordered.take(positions)
 
-    def put(self, positions: Positions, patterns: Patterns) -> None:
+    def put(self, where: Positions | slice, patterns: Patterns) -> None:
+        positions = np.arange(where.start, where.stop) if isinstance(where, slice) else where
         element, part = np.divmod(positions, self._n_parts)
         indices = np.unravel_index(element, tuple(self._tensor.shape))
         offset = sum(i * stride for i, stride in zip(indices, self._tensor.stride(), strict=True))
         self._memory.put(offset * self._n_parts + part, patterns)
         if self._read is not None:
-            self._read.put(positions, patterns)
+            self._read.put(where, patterns)
 
     def forget(self) -> None:
         self._read = None
-
-    def write(self, begin: int, patterns: Patterns) -> None:
-        self.put(np.arange(begin, begin + len(patterns)), patterns)
 
 
 def _patterns_of(flat: torch.Tensor) -> Patterns:
     array = flat.cpu().numpy()
     return array.view(PATTERN_TYPES[array.itemsize])
-
-
-def _signed(patterns: Patterns) -> Any:
-    return patterns.view(np.uint8 if patterns.itemsize == 1 else f"<i{patterns.itemsize}")

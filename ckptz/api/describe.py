@@ -185,10 +185,9 @@ def _n_frames(levels: Sequence[Level], name: str) -> int | None:
             return None
         if isinstance(source, FrameSource):
             try:
-                needed = [
-                    (level, context_tensor, n_passed + 1) for context_tensor in source.context_tensor_names
-                ]
-                if source.header.plan.needs_base:
+                plan = source.header.plan
+                needed = [(level, context, n_passed + 1) for context in plan.context_tensor_names]
+                if plan.needs_base:
                     needed.append((level + 1, name, 0))
             except CkptzError:
                 return None

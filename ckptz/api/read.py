@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +23,7 @@ from ckptz.errors import CkptzError, LimitError, check_float
 from ckptz.format.byte_source import MemoryBytes
 from ckptz.format.dtypes import DType
 from ckptz.format.reader import FrameSource, GroupFrame, GroupMember, check_empty
-from ckptz.format.sources import CHUNK_VALUES, TensorSource, chunk_bounds, n_chunks_of
+from ckptz.format.sources import CHUNK_VALUES, TensorSource, chunk_bounds, n_chunks_of, tensor_bytes
 from ckptz.kernels.floats import Patterns
 from ckptz.kernels.interrupts import finalize
 from ckptz.parallel import SILENT, SMALL_VALUES, Progress, Workers, jobs_of
@@ -39,7 +40,6 @@ else:
     resource = _resource
 
 _ToFill: TypeAlias = tuple[int, Callable[[], Any]]  # number of patterns, and a function that decodes them
-Group = tuple[int, list[WindowPart]]  # index of a chunk, and the parts of it to read
 
 CHECKED_BYTES: Final = 1 << 26  # smaller requests are not compared with the machine's memory
 _CGROUP: Final = Path("/sys/fs/cgroup")
@@ -163,7 +163,7 @@ def _fill_group(group: GroupFrame, parts: Sequence[tuple[GroupMember, Patterns]]
     """Decode a group into the memory of its tensors, patterns [n] each."""
     patterns = group.chunk(0)
     for part, out in parts:
-        part.copy(patterns, out)
+        out[:] = part.slice_of(patterns)
 
 
 def _allocated(framework: Framework, dtype: DType, shape: tuple[int, ...], name: str) -> tuple[Any, Patterns]:
@@ -199,11 +199,8 @@ def read_selection(source: FrameSource, selection: Selection, framework: Framewo
     ]
     tensor, patterns = framework.allocate(source.dtype, selection.shape)
 
-    def fill(group: Group) -> None:
-        _fill(source, *group, patterns)
-
     with _workers(jobs, len(groups)) as workers:
-        for _ in workers.map(fill, groups):
+        for _ in workers.map(lambda group: _fill(source, *group, patterns), groups):
             pass
     return framework.finish(tensor if selection.then is None else selection.then(tensor))
 
@@ -237,20 +234,15 @@ class _NoSuchFile(FileNotFoundError):
         return f"{self.strerror}: {self.filename}"
 
 
+@dataclass(slots=True, eq=False)
 class _Opened:
-    """An open checkpoint."""
+    """An open checkpoint, its tensors, and how they are read."""
 
-    __slots__ = ("checkpoint", "framework", "jobs", "max_decoded_bytes", "sources")
-
-    def __init__(
-        self, checkpoint: Checkpoint, made_by: Framework, max_decoded_bytes: int | None, jobs: int | None
-    ) -> None:
-        assert checkpoint.container is not None
-        self.checkpoint = checkpoint
-        self.sources = checkpoint.container.tensors
-        self.framework = made_by
-        self.max_decoded_bytes = max_decoded_bytes
-        self.jobs = jobs
+    checkpoint: Checkpoint
+    sources: Mapping[str, FrameSource]
+    framework: Framework
+    max_decoded_bytes: int | None
+    jobs: int | None
 
     def source(self, name: str) -> FrameSource:
         """Return the source of a tensor by name.
@@ -268,8 +260,7 @@ class _Opened:
     def read(self, names: Sequence[str]) -> dict[str, Any]:
         """Return complete tensors by name."""
         sources = {name: self.source(name) for name in names}
-        n_bytes = sum(source.n_bytes for source in sources.values())
-        check_limit(n_bytes, self.max_decoded_bytes, self.checkpoint.name)
+        check_limit(tensor_bytes(sources), self.max_decoded_bytes, self.checkpoint.name)
         return dict(read_tensors(sources, self.framework, self.jobs))
 
 
@@ -457,8 +448,9 @@ def _handle(
     except BaseException:
         checkpoint.close()
         raise
+    assert checkpoint.container is not None
     handle = object.__new__(cls)
-    handle._opened = cls._kind(checkpoint, made_by, max_decoded_bytes, jobs)
+    handle._opened = cls._kind(checkpoint, checkpoint.container.tensors, made_by, max_decoded_bytes, jobs)
     return handle
 
 

@@ -22,7 +22,7 @@ from ckptz.codec.run_contexts import encode_by_runs
 from ckptz.codec.tensor_plan import TensorPlan
 from ckptz.errors import ConfigError
 from ckptz.format.bits import xxh64, xxh64_of_parts
-from ckptz.format.context_rules import N_MAGNITUDE_CONTEXTS, Labels, Magnitude, labels_of, runs_of
+from ckptz.format.context_rules import N_MAGNITUDE_CONTEXTS, Labels, Magnitude, runs_of
 from ckptz.format.dtypes import DType
 from ckptz.format.frame import ChunkRecord, FrameHeader, StreamRecord, pack_plan
 from ckptz.format.plan import Plan, PlaneMode, Predictor, kernel_mode, planes_plan
@@ -152,7 +152,7 @@ def restored_patterns(source: TensorSource, encoding: TensorPlan, sources: Chunk
             return patterns
         return encoding.rounding.rounded(patterns, FLOAT_KINDS[source.dtype.name], sources.begin)
     header = FrameHeader(source.dtype, source.shape, encoding.plan, ())
-    labels = labels_of(encoding.plan.rules, sources, header.row_patterns) if encoding.plan.rules else None
+    labels = sources.labels(encoding.plan.rules, header.row_patterns) if encoding.plan.rules else None
     return _quantize(header, encoding.quantizer, patterns, sources, labels)[1]
 
 
@@ -210,7 +210,7 @@ def _encode_planes(
     if not plan.rules:
         [streams] = batch.streams(plan.mode, encoding.huffman_margin)
     elif not encoding.by_table:
-        labels = labels_of(plan.rules, sources, header.row_patterns)
+        labels = sources.labels(plan.rules, header.row_patterns)
         streams = _encode_codes(batch.transformed(plan.mode), encoding, labels)
     else:
         runs = runs_of(plan.rules, sources.begin, sources.end, header.row_patterns)
@@ -226,7 +226,7 @@ def _encode_map(
 ) -> _Coded:
     """Encode the codes of a quantization map, and the escaped elements."""
     plan, begin, end = header.plan, sources.begin, sources.end
-    labels = labels_of(plan.rules, sources, header.row_patterns) if plan.rules else None
+    labels = sources.labels(plan.rules, header.row_patterns) if plan.rules else None
     quantized = _quantize(header, encoding.quantizer, source.patterns(begin, end), sources, labels)
     streams, (codes, decoded, _) = _encode_quantized(encoding, quantized, labels), quantized
     if isinstance(encoding.quantizer, CodedQuantizer):  # errors were measured on the device

@@ -253,8 +253,8 @@ class FirstMoment(Recipe):
     def plan(self, tensor: TensorToEncode) -> TensorPlan:
         """Plan a tensor of first moments or momenta, without base, which does not reduce its size."""
         source, run, second = tensor.source, tensor.run, None
-        if self.source is not None and tensor.context_tensors is not None:
-            second = tensor.context_tensors(self.source)
+        if self.source is not None and tensor.context_tensors:
+            second = tensor.context_tensors[self.source]
         if source.n_patterns < MIN_LOSSY_VALUES:
             return plan_lossless(source, tensor.base, run, tensor.effort)
         if not _is_finite(source, run):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
@@ -21,7 +21,7 @@ from ckptz.codec.effort import DEFAULT, Effort
 from ckptz.codec.histogram import Histogram
 from ckptz.codec.sensitivity import Floats, floats_of
 from ckptz.format.dtypes import DType
-from ckptz.format.sources import CHUNK_VALUES, ContextTensors, Patterns, TensorSource, n_rows_of
+from ckptz.format.sources import CHUNK_VALUES, Patterns, TensorSource, n_rows_of
 from ckptz.format.sources import MapFunction as MapFunction
 from ckptz.format.values import FLOAT_KINDS
 from ckptz.kernels import cpu, rounding
@@ -113,7 +113,7 @@ class TensorToEncode:
     base: TensorSource | None = None
     guide: SideInformation = NO_SIDE_INFORMATION
     # Restored values of other tensors of the file, if the recipe depends on one.
-    context_tensors: ContextTensors | None = None
+    context_tensors: Mapping[str, TensorSource] = field(default_factory=dict)
     run: MapFunction = map  # maps a function over chunks, maybe in parallel
     effort: Effort = DEFAULT
     seed: int = 0  # 32-bit dither seed, a hash of the base's content id and the tensor's name

@@ -11,7 +11,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +19,6 @@ from numpy.typing import NDArray
 from ckptz.errors import LimitError
 from ckptz.format.context_rules import n_indices_of
 from ckptz.format.frame import ChunkRecord, FrameHeader
-
-if TYPE_CHECKING:
-    from ckptz.format.reader import FrameSource
 
 V = TypeVar("V")
 
@@ -46,8 +43,20 @@ class Decoded:
         return sum(part.nbytes for part in (self.patterns, self.codes) if part is not None)
 
 
-Node: TypeAlias = "tuple[FrameSource, bool]"  # (frame, True if only its codes are needed)
-DecodedBases: TypeAlias = "Mapping[Node, Decoded]"
+class Frame(Protocol):
+    """A frame whose chunks may depend on chunks of other frames."""
+
+    def needs(self, only_codes: bool) -> list[Node]:
+        """Return the frames that a chunk, or only its codes, depends on."""
+        ...
+
+    def decoded(self, index: int, only_codes: bool, dependencies: DecodedBases) -> Decoded:
+        """Decode a chunk, given its decoded dependencies."""
+        ...
+
+
+Node = tuple[Frame, bool]  # (frame, True if only its codes are needed)
+DecodedBases = Mapping[Node, Decoded]
 
 
 def gather(index: int, first: Iterable[Node]) -> DecodedBases:

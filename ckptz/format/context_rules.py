@@ -13,18 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.errors import CorruptionError
 from ckptz.format.bits import ByteReader, ByteWriter
-from ckptz.kernels import cpu
 from ckptz.kernels.floats import Bytes
-
-if TYPE_CHECKING:
-    from ckptz.format.sources import ChunkSources
 
 MAX_RULES: Final = 3
 MAX_CONTEXTS: Final = 1 << 12
@@ -133,23 +129,6 @@ def n_indices_of(rules: Sequence[ContextRule]) -> int:
     return labels + sum(rule.levels.size for rule in rules if isinstance(rule, Products))
 
 
-def _labels_of(rule: ContextRule, sources: ChunkSources, row_patterns: int) -> Labels:
-    if isinstance(rule, Magnitude):
-        patterns = sources.base_patterns() if rule.source is None else sources.patterns_of(rule.source)
-        return cpu().magnitudes(patterns)
-    if isinstance(rule, BaseCode):
-        codes = sources.base_codes()
-        if codes is None:
-            return np.zeros(sources.end - sources.begin, np.uint8)
-        if len(codes) and int(codes.max()) >= rule.radix:
-            raise CorruptionError(f"the base uses code {int(codes.max())}, the frame expects {rule.radix}")
-        return codes
-    if isinstance(rule, Products):
-        return rule.labels(sources.begin, sources.end)
-    size = row_patterns if isinstance(rule, Row) else rule.size
-    return labels_of_rows(rule.indices, sources.begin, sources.end, size)
-
-
 def labels_of_rows(indices: NDArray[np.uint8], begin: int, end: int, row_patterns: int) -> NDArray[np.uint8]:
     """Return the labels [end - begin] of patterns begin..end, given a label for each row or block."""
     first, last = begin // row_patterns, -(-end // row_patterns)
@@ -211,16 +190,6 @@ def runs_of(rules: Sequence[ContextRule], begin: int, end: int, row_patterns: in
         return None
     labels = labels_of_rows(rule.indices, begin // size, end // size, label_size // size)
     return Runs(labels, size, rule.radix)
-
-
-def labels_of(rules: Sequence[ContextRule], sources: ChunkSources, row_patterns: int) -> Labels:
-    """Return the context of each pattern of a chunk [n]; a row has `row_patterns` patterns."""
-    labels: Labels = _labels_of(rules[0], sources, row_patterns)
-    if len(rules) > 1:
-        labels = labels.astype(np.uint16)
-        for rule in rules[1:]:
-            labels = labels * np.uint16(rule.radix) + _labels_of(rule, sources, row_patterns)
-    return labels
 
 
 def write_runs(out: ByteWriter, table_of: NDArray[np.int64]) -> None:

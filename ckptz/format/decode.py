@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ckptz.errors import ChecksumError, CorruptionError, FormatError, MissingBaseError, UnsupportedError
 from ckptz.format.bits import ByteReader, xxh64
-from ckptz.format.context_rules import Labels, Runs, labels_of, runs_of
+from ckptz.format.context_rules import Labels, Runs, runs_of
 from ckptz.format.frame import ChunkRecord, FrameHeader
 from ckptz.format.plan import BASE_MODES, Predictor, kernel_mode
 from ckptz.format.sources import ChunkSources
@@ -178,7 +178,7 @@ class _Streams:
         # Read labels even if unused, to detect errors in them; labels of runs were checked with the header.
         self._labels: Labels | None = None
         if rules and (is_map or self._runs is None):
-            self._labels = labels_of(rules, sources, header.row_patterns)
+            self._labels = sources.labels(rules, header.row_patterns)
 
     def _check_base_codes(self) -> None:
         expected = self._record.base_codes

@@ -44,12 +44,12 @@ class ExplicitTable:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(number of rows, number of codes)."""
+        """Number of rows and number of codes."""
         n_rows, n_codes = self.entries.shape
         return n_rows, n_codes
 
     def at(self, rows: NDArray[Any], codes: NDArray[Any]) -> Table:
-        """Return the entries for arrays of rows and codes, which are broadcast."""
+        """Return the entries [...] for rows and codes [...], which are broadcast."""
         return self.entries[rows, codes]
 
     def expand(self) -> Table:
@@ -67,11 +67,11 @@ class LinearTable:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(number of rows, number of codes)."""
+        """Number of rows and number of codes."""
         return len(self.scale), len(self.level)
 
     def at(self, rows: NDArray[Any], codes: NDArray[Any]) -> Table:
-        """Compute the entries for arrays of rows and codes, which are broadcast."""
+        """Compute the entries [...] for rows and codes [...], which are broadcast."""
         with np.errstate(all="ignore"):
             entries = self.scale[rows] * self.level[codes] + self.offset[rows]
             return floats.round_f64(entries.reshape(-1)).reshape(entries.shape)
@@ -200,7 +200,7 @@ class Outer:
 
     @classmethod
     def of(cls, rows: NDArray[np.uint32], columns: NDArray[np.uint32]) -> Self:
-        """Encode two vectors."""
+        """Encode the vectors [n_rows] and [n_columns]."""
         planes = (part.astype("<u4").view(np.uint8).reshape(-1, OUTER_BYTES).T for part in (rows, columns))
         stored = Embedded.of_all([np.ascontiguousarray(plane) for both in planes for plane in both])
         outer = cls(len(rows), len(columns), stored)

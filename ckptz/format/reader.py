@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Final, TypeGuard
+from typing import Final, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,7 +56,6 @@ from ckptz.format.sources import (
     Stored,
     TensorSource,
     ViewOf,
-    context_tensors_of,
 )
 from ckptz.kernels.floats import Patterns
 
@@ -94,12 +93,12 @@ class FrameSource(TensorSource):
         """The header of the frame, checked against the index."""
         return self._container.headers.get(self, self._read_header)
 
-    def _error_context(self) -> AbstractContextManager[None]:
+    def naming(self) -> AbstractContextManager[None]:
         """Return a context manager that names the file and the tensor in errors."""
-        return self._container.naming(self.entry.name)
+        return error_context(f"{self._container.name}: tensor {self.entry.name!r}")
 
     def _read_header(self) -> FrameHeader:
-        with self._error_context():
+        with self.naming():
             read, offset, n_bytes = self._container.read, self.entry.offset, self.entry.n_bytes
             raw = read(offset, max(min(n_bytes, USUAL_HEADER_BYTES), PREFIX_BYTES)).tobytes()
             length = header_length(raw[:PREFIX_BYTES], n_bytes)
@@ -149,7 +148,7 @@ class FrameSource(TensorSource):
         plan = self.header.plan
         if plan.is_self_contained:
             return []
-        with self._error_context():
+        with self.naming():
             if only_codes and plan.quant_map is None:
                 return []
             needed: list[Node] = [(self._context_tensor(name), False) for name in plan.context_tensor_names]
@@ -165,20 +164,18 @@ class FrameSource(TensorSource):
         if only_codes:
             if self.header.plan.quant_map is None:
                 return Decoded(None, None)
-            payload = self.payload(index)
-            with self._error_context():
-                return Decoded(
-                    None, decode_codes(self.header, index, payload, self._sources(begin, end, held))
-                )
+            payload = self._payload(index)
+            with self.naming():
+                codes = decode_codes(self.header, index, payload, self._sources(begin, end, held))
+                return Decoded(None, codes)
         patterns = np.empty(end - begin, PATTERN_TYPES[self.dtype.pattern_bytes])
         return Decoded(patterns, self._decode(index, patterns, held))
 
     def _decode(self, index: int, out: Patterns, held: DecodedBases) -> NDArray[np.uint8] | None:
-        header = self.header
-        payload = self._payload(header, index)
-        with self._error_context():
+        payload = self._payload(index)
+        with self.naming():
             sources = self._sources(*self._bounds(index), held)
-            return decode_chunk(header, index, payload, sources, out)
+            return decode_chunk(self.header, index, payload, sources, out)
 
     def _sources(self, begin: int, end: int, held: DecodedBases) -> ChunkSources:
         plan = self.header.plan
@@ -189,23 +186,19 @@ class FrameSource(TensorSource):
             base = _DecodedChunk(
                 base, held.get((base, False)) or held.get((base, True)) or Decoded(None, None)
             )
-        both = plan.reads_base_patterns and plan.reads_base_codes
+        tensors = {name: self._context_tensor(name) for name in plan.context_tensor_names}
+        contexts = {name: _DecodedChunk(tensor, held[tensor, False]) for name, tensor in tensors.items()}
+        return ChunkSources(begin, end, base, contexts, f", {ref.title}" if ref else "")
 
-        def context_tensor(name: str) -> TensorSource:
-            tensor = self._context_tensor(name)
-            return _DecodedChunk(tensor, held[tensor, False])
-
-        return ChunkSources(begin, end, base, context_tensor, both, f", {ref.title}" if ref else "")
-
-    @property
-    def context_tensor_names(self) -> list[str]:
-        """Names of the tensors of the same file whose magnitudes are contexts."""
-        return self.header.plan.context_tensor_names
+    def _tensor(self, name: str) -> FrameSource:
+        """Return another tensor of the file."""
+        if name not in self._container.tensors:
+            raise CorruptionError(f"it is decoded with tensor {name!r}, which the file does not have")
+        return self._container.tensors[name]
 
     def _context_tensor(self, name: str) -> FrameSource:
         """Return a context tensor of the file, and check its size and the depth of its own dependencies."""
-        source = context_tensors_of(self._container.tensors)(name)
-        assert isinstance(source, FrameSource)
+        source = self._tensor(name)
         if source.n_patterns != self.header.n_patterns:
             raise CorruptionError(f"it is decoded with tensor {name!r}, which has another shape")
         if source.source_depth(MAX_SOURCE_DEPTH - 1) >= MAX_SOURCE_DEPTH:
@@ -214,26 +207,25 @@ class FrameSource(TensorSource):
 
     def source_depth(self, most: int) -> int:
         """Return the length of the chain of context tensors in this file, at most `most` + 1."""
-        names = self.context_tensor_names
+        names = self.header.plan.context_tensor_names
         if not names:
             return 0
         if most == 0:
             return 1
-        find = context_tensors_of(self._container.tensors)
-        return 1 + max(find(name).source_depth(most - 1) for name in names)  # type: ignore[attr-defined]
+        return 1 + max(self._tensor(name).source_depth(most - 1) for name in names)
 
     def check_base(self) -> None:
         """Check the header, and that the base and the context tensors exist."""
-        with self._error_context():
+        with self.naming():
             _ = self.base
-            for name in self.context_tensor_names:
+            for name in self.header.plan.context_tensor_names:
                 self._context_tensor(name)
 
     def check_vectors(self) -> None:
         """Check outer vectors that no chunk needs; their number in a file is limited."""
         outer = self.header.plan.outer
         if outer is not None:
-            with self._error_context():
+            with self.naming():
                 self._container.headers.charge_idle(outer.n_elements)
                 outer.check()
 
@@ -242,11 +234,9 @@ class FrameSource(TensorSource):
         begin = index * CHUNK_VALUES
         return begin, min(begin + CHUNK_VALUES, self.header.n_patterns)
 
-    def payload(self, index: int) -> NDArray[np.uint8]:
+    def _payload(self, index: int) -> NDArray[np.uint8]:
         """Read the stored bytes of a chunk."""
-        return self._payload(self.header, index)
-
-    def _payload(self, header: FrameHeader, index: int) -> NDArray[np.uint8]:
+        header = self.header
         offset = self.entry.offset + self.entry.n_bytes - header.payload_bytes + header.chunk_offsets[index]
         return self._container.read(offset, header.chunks[index].n_bytes)
 
@@ -254,16 +244,8 @@ class FrameSource(TensorSource):
         """Yield the stored bytes of the header and of each chunk, after checking them."""
         header = self.header
         yield self._container.read(self.entry.offset, self.entry.n_bytes - header.payload_bytes)
-        for index, record in enumerate(header.chunks):
-            payload = self.payload(index)
-            with self._error_context():
-                check_stored(record, index, payload)
-            yield payload
-
-    def _codes_alone(self, index: int, out: Patterns | None = None) -> NDArray[np.uint8] | None:
-        """Decode only the codes of chunk `index`."""
-        del out
-        return self.decoded(index, True, gather(index, self.needs(True))).codes
+        for index in range(len(header.chunks)):
+            yield self.checked_payload(index)
 
     def decode_chunk(self, index: int, out: Patterns) -> NDArray[np.uint8] | None:
         """Decode chunk `index` into `out` [n], and return its codes, if it has a quantization map.
@@ -287,7 +269,7 @@ class FrameSource(TensorSource):
         """Return the frame of the base if chunk `index` only needs its patterns and they are not cached."""
         plan, base = self.header.plan, None
         if plan.reads_base_patterns and not plan.reads_base_codes and not plan.context_tensor_names:
-            with self._error_context():
+            with self.naming():
                 base = self.base
         if base is None or not has_own_frame(base) or base.last(index) is not None:
             return None
@@ -348,15 +330,16 @@ class FrameSource(TensorSource):
     def codes(self, begin: int, end: int) -> NDArray[np.uint8] | None:
         """Decode the codes of patterns begin..end, one chunk; None without a quantization map."""
         index = begin // CHUNK_VALUES
-        last = self.last(index)
-        return self._codes_alone(index) if last is None else last.codes
+        if (last := self.last(index)) is not None:
+            return last.codes
+        return self.decoded(index, True, gather(index, self.needs(True))).codes
 
     def changes(self, index: int) -> Changes | None:
         """Return the changes of chunk `index` from its base; None if the chunk must be decoded completely."""
-        payload = self.payload(index)
+        payload = self._payload(index)
         record = self.header.chunks[index]
         begin, end = self._bounds(index)
-        with self._error_context():
+        with self.naming():
             try:
                 return read_changes(self.header, record, payload, end - begin)
             except (FormatError, UnsupportedError) as error:
@@ -371,11 +354,12 @@ class FrameSource(TensorSource):
         """Return the coders of the streams of chunk `index`."""
         return {stream.coder for stream in self.header.chunks[index].streams}
 
-    def check_chunk(self, index: int) -> None:
-        """Raise ChecksumError if the stored bytes of a chunk are damaged."""
-        payload = self.payload(index)
-        with self._error_context():
+    def checked_payload(self, index: int) -> NDArray[np.uint8]:
+        """Read the stored bytes of a chunk; raise ChecksumError if they are damaged."""
+        payload = self._payload(index)
+        with self.naming():
             check_stored(self.header.chunks[index], index, payload)
+        return payload
 
     def chunk(self, index: int) -> Patterns:
         """Return the patterns of chunk `index` from the cache; read-only."""
@@ -414,14 +398,14 @@ class GroupFrame(FrameSource):
         )
         self.members = [(entry.name, entry.shape) for entry in members]
 
-    def _error_context(self) -> AbstractContextManager[None]:
+    def naming(self) -> AbstractContextManager[None]:
         first, _ = self.members[0]
         return error_context(f"{self._container.name}: {len(self.members)} tensors, first {first!r}")
 
     def _read_header(self) -> FrameHeader:
         header = super()._read_header()
         if header.plan.quant_map is not None or header.plan.context_tensor_names:
-            with self._error_context():
+            with self.naming():
                 raise CorruptionError("the frame of a group has a quantization map or names a tensor")
         return header
 
@@ -488,11 +472,11 @@ class GroupMember(FrameSource):
         before, until = (n_bytes * at // n_patterns for at in (self._place.start, self._place.stop))
         return until - before
 
-    def _slice(self, patterns: Patterns) -> Patterns:
+    def slice_of(self, patterns: Patterns) -> Patterns:
         """Return the tensor's slice of the patterns of its group, after checking its checksum."""
         values = patterns[self._place]
         if not self.holds(0, values):
-            with self._error_context():
+            with self.naming():
                 raise CorruptionError("the values in its group do not match the checksum in the index")
         return values
 
@@ -512,23 +496,15 @@ class GroupMember(FrameSource):
             return Decoded(None, None)
         patterns = held[self.group, False].patterns
         assert patterns is not None
-        return Decoded(self._slice(patterns), None)
+        return Decoded(self.slice_of(patterns), None)
 
     def decode_chunk(self, index: int, out: Patterns) -> None:
         """Copy the patterns into `out`."""
-        self.copy(self.group.chunk(index), out)
-
-    def fill(self, begin: int, out: Patterns) -> None:
-        """Copy the patterns into `out`."""
-        self.decode_chunk(begin // CHUNK_VALUES, out)
-
-    def copy(self, patterns: Patterns, out: Patterns) -> None:
-        """Copy the tensor's patterns from those of the group."""
-        out[:] = self._slice(patterns)
+        out[:] = self.chunk(index)
 
     def chunk(self, index: int) -> Patterns:
         """Return all patterns from the cache; read-only."""
-        return self._slice(self.group.chunk(index))
+        return self.slice_of(self.group.chunk(index))
 
     def patterns(self, begin: int, end: int) -> Patterns:
         return self.chunk(0)[begin:end]
@@ -537,18 +513,15 @@ class GroupMember(FrameSource):
         """Return the patterns; the tensor has no codes."""
         return self.patterns(begin, end), None
 
-    def codes(self, begin: int, end: int) -> None:
-        """Return None: the tensor has no codes."""
-
     def last(self, index: int) -> None:
         """Return None: the cache has the chunk of the group."""
 
     def changes(self, index: int) -> None:
         """Return None: the group is decoded as a whole."""
 
-    def check_chunk(self, index: int) -> None:
-        """Raise ChecksumError if the stored bytes of the group are damaged."""
-        self.group.check_chunk(index)
+    def checked_payload(self, index: int) -> NDArray[np.uint8]:
+        """Read the stored bytes of the group; raise ChecksumError if they are damaged."""
+        return self.group.checked_payload(index)
 
 
 def _sources_of(container: Container, entries: Sequence[TensorEntry]) -> dict[str, FrameSource]:
@@ -593,10 +566,6 @@ class _DecodedChunk(ViewOf):
     def codes(self, begin: int, end: int) -> NDArray[np.uint8] | None:
         return self.chunk.codes
 
-    def patterns_and_codes(self, begin: int, end: int) -> tuple[Any, NDArray[np.uint8] | None]:
-        """Return patterns, None if they were not decoded, and codes."""
-        return self.chunk.patterns, self.chunk.codes
-
 
 class InlineFrames:
     """The frames of an inline base, which may be deltas to the next inline base."""
@@ -614,19 +583,6 @@ class InlineFrames:
         self.cache, self.headers = container.cache, container.headers
         self.read = container.read
         self.tensors = {entry.name: FrameSource(self, entry) for entry in record.tensors}  # in stored order
-
-    def naming(self, tensor: str) -> AbstractContextManager[None]:
-        """Return a context manager that names this base and `tensor` in errors."""
-        return error_context(f"{self.name}: tensor {tensor!r}")
-
-
-def _inline_frames(container: Container, records: Sequence[InlineBase]) -> tuple[InlineFrames, ...]:
-    """Return the inline bases, nearest first; each is the base of the one before."""
-    levels: list[InlineFrames] = []
-    for level in range(len(records), 0, -1):
-        bases = levels[0].tensors if levels else {}
-        levels.insert(0, InlineFrames(container, level, records[level - 1], bases))
-    return tuple(levels)
 
 
 class Container:
@@ -646,23 +602,16 @@ class Container:
             self.index, self.features = read_index(envelope, self.read)
         self.version = (envelope.metadata or {})[KEY_VERSION]  # format version of the file
         self.tensors = _sources_of(self, self.index.tensors)
-        self.inline = _inline_frames(self, self.index.inline or ())  # inline bases, nearest first
-        if self.inline:
+        self.outer_base = self.index.base  # reference to a base in another file, or None
+        self.inline = list[InlineFrames]()  # inline bases, nearest first; each is the base of the one before
+        for level, record in reversed(list(enumerate(self.index.inline or (), 1))):
+            self.inline.insert(0, InlineFrames(self, level, record, self.bases))
             self.bases = self.inline[0].tensors
 
     @property
     def levels(self) -> list[Container | InlineFrames]:
         """The file itself, then its inline bases, nearest first."""
         return [self, *self.inline]
-
-    @property
-    def outer_base(self) -> BaseRef | None:
-        """Reference to a base in another file, or None."""
-        return self.index.base
-
-    def naming(self, tensor: str) -> AbstractContextManager[None]:
-        """Return a context manager that names this file and `tensor` in errors."""
-        return error_context(f"{self.name}: tensor {tensor!r}")
 
     def read(self, offset: int, n_bytes: int) -> NDArray[np.uint8]:
         """Read bytes after the header, uint8 [n_bytes]."""

@@ -11,8 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.errors import CorruptionError, MissingBaseError
+from ckptz.format.context_rules import (
+    BaseCode,
+    ContextRule,
+    Labels,
+    Magnitude,
+    Products,
+    Row,
+    labels_of_rows,
+)
 from ckptz.format.dtypes import DType, n_elements
 from ckptz.format.plan import Plan
+from ckptz.kernels import cpu
 from ckptz.kernels.floats import Patterns as Patterns
 
 CHUNK_VALUES: Final = 1 << 20  # normative, spec/05-frame.md#chunks
@@ -214,7 +224,6 @@ def chunk_bounds(n_patterns: int) -> Iterator[tuple[int, int]]:
         yield begin, min(begin + CHUNK_VALUES, n_patterns)
 
 
-ContextTensors = Callable[[str], TensorSource]  # returns a tensor of the same file by name
 MapFunction = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 
 
@@ -226,17 +235,14 @@ class ChunkSources:
         begin: first pattern of the chunk.
         end: pattern after its last.
         base: the base tensor, or None.
-        context_tensors: returns tensors of the same file, for contexts by the magnitude of another tensor.
-        reads_both: True if base patterns and codes are needed; both are then decoded at once, because two
-            decodings would double the work at each link of a chain.
+        context_tensors: tensors of the same file by name, for contexts by the magnitude of another tensor.
         base_title: name of the base for messages, after a comma.
     """
 
     begin: int
     end: int
     base: TensorSource | None = None
-    context_tensors: ContextTensors | None = None
-    reads_both: bool = False
+    context_tensors: Mapping[str, TensorSource] = field(default_factory=dict)
     base_title: str = ""
     _patterns: NDArray[Any] | None = field(default=None, repr=False)
     _codes: NDArray[np.uint8] | None = field(default=None, repr=False)
@@ -246,8 +252,6 @@ class ChunkSources:
         """Read patterns begin..end of the base."""
         if self.base is None:
             raise MissingBaseError("the tensor is a delta, but its base is not open")
-        if self._patterns is None and self.reads_both:
-            self._read_both(self.base)
         if self._patterns is None:
             self._patterns = self.base.patterns(self.begin, self.end)
         return self._patterns
@@ -256,29 +260,39 @@ class ChunkSources:
         """Read the codes of patterns begin..end in the base's own frame; None if it has none."""
         if self.base is None:
             raise MissingBaseError("contexts are codes of the base, but the base is not open")
-        if not self._has_codes and self.reads_both:
-            self._read_both(self.base)
         if not self._has_codes:
             self._codes, self._has_codes = self.base.codes(self.begin, self.end), True
         return self._codes
 
-    def _read_both(self, base: TensorSource) -> None:
-        self._patterns, self._codes = base.patterns_and_codes(self.begin, self.end)
-        self._has_codes = True
-
     def patterns_of(self, name: str) -> NDArray[Any]:
         """Read patterns begin..end of another tensor of the same file."""
-        if self.context_tensors is None:
+        if name not in self.context_tensors:
             raise CorruptionError(f"it is decoded with tensor {name!r}, which is not open")
-        return self.context_tensors(name).patterns(self.begin, self.end)
+        return self.context_tensors[name].patterns(self.begin, self.end)
 
+    def labels(self, rules: Sequence[ContextRule], row_patterns: int) -> Labels:
+        """Return the context [end - begin] of each pattern; a row has `row_patterns` patterns."""
+        labels: Labels = self._labels_by(rules[0], row_patterns)
+        if len(rules) > 1:
+            labels = labels.astype(np.uint16)
+            for rule in rules[1:]:
+                labels = labels * np.uint16(rule.radix) + self._labels_by(rule, row_patterns)
+        return labels
 
-def context_tensors_of(tensors: Mapping[str, TensorSource]) -> ContextTensors:
-    """Return a function that returns tensors by name, and raises CorruptionError for a missing one."""
-
-    def find(name: str) -> TensorSource:
-        if name not in tensors:
-            raise CorruptionError(f"it is decoded with tensor {name!r}, which the file does not have")
-        return tensors[name]
-
-    return find
+    def _labels_by(self, rule: ContextRule, row_patterns: int) -> Labels:
+        if isinstance(rule, Magnitude):
+            patterns = self.base_patterns() if rule.source is None else self.patterns_of(rule.source)
+            return cpu().magnitudes(patterns)
+        if isinstance(rule, BaseCode):
+            codes = self.base_codes()
+            if codes is None:
+                return np.zeros(self.end - self.begin, np.uint8)
+            if len(codes) and int(codes.max()) >= rule.radix:
+                raise CorruptionError(
+                    f"the base uses code {int(codes.max())}, the frame expects {rule.radix}"
+                )
+            return codes
+        if isinstance(rule, Products):
+            return rule.labels(self.begin, self.end)
+        size = row_patterns if isinstance(rule, Row) else rule.size
+        return labels_of_rows(rule.indices, self.begin, self.end, size)

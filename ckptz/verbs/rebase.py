@@ -89,7 +89,7 @@ def _with_context_tensors(names: Iterable[str], tensors: Tensors) -> set[str]:
         if name not in needed and name in tensors:
             needed.add(name)
             source = tensors[name]
-            waiting += source.context_tensor_names if isinstance(source, FrameSource) else []
+            waiting += source.header.plan.context_tensor_names if isinstance(source, FrameSource) else []
     return needed
 
 

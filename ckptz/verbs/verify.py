@@ -121,7 +121,7 @@ def check_stored_bytes(checkpoint: Checkpoint, workers: Workers) -> int:
     def check(frame: FrameSource) -> int:
         n_chunks = len(frame.header.chunks)
         for index in range(n_chunks):
-            frame.check_chunk(index)
+            frame.checked_payload(index)
         return n_chunks
 
     levels = (level for file in checkpoint.files if isinstance(file, Container) for level in file.levels)

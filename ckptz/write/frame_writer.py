@@ -8,6 +8,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import BinaryIO, Final, Self
 
 import msgspec
@@ -29,16 +30,15 @@ from ckptz.format.reader import FrameSource, GroupMember
 from ckptz.format.sources import (
     CHUNK_VALUES,
     ChunkSources,
-    ContextTensors,
-    LazySource,
     TensorSource,
     chunk_bounds,
-    context_tensors_of,
 )
 from ckptz.parallel import SMALL_VALUES, Workers
 from ckptz.state.roles import Role
 from ckptz.write.job import WriteJob
 
+Tensors = Mapping[str, TensorSource]
+NO_TENSORS: Final[Tensors] = MappingProxyType({})
 Progress = Callable[[int], None]
 LEAST_BATCH: Final = CHUNK_VALUES // 4  # patterns
 BATCHES: Final = 4  # minimum number per thread, so that no thread runs out of work early
@@ -174,7 +174,7 @@ class FilePlan:
         return None if is_alone else (recipe, self.tensors[name].dtype, sources.base is not None)
 
     def encoding(
-        self, name: str, base: TensorSource | None, context_tensors: ContextTensors, run: MapFunction = map
+        self, name: str, base: TensorSource | None, context_tensors: Tensors, run: MapFunction = map
     ) -> TensorPlan:
         """Plan a tensor."""
         if name in self._preplanned:
@@ -182,14 +182,8 @@ class FilePlan:
         make = functools.partial(self._planned, name, base, context_tensors, run)
         return self._shared.encoding(name, make) if name in self._shared else make()
 
-    def _restored(self, name: str, run: MapFunction) -> LazySource:
-        base = self.base(name)
-        return restored_source(
-            self.tensors[name], base, self.encoding(name, base, context_tensors_of({}), run)
-        )
-
     def _planned(
-        self, name: str, base: TensorSource | None, context_tensors: ContextTensors, run: MapFunction
+        self, name: str, base: TensorSource | None, context_tensors: Tensors, run: MapFunction
     ) -> TensorPlan:
         encoding = self.recipes[name].plan(self._tensor_to_encode(name, base, context_tensors, run))
         return replace(encoding, huffman_margin=self.effort.huffman_margin)
@@ -198,7 +192,7 @@ class FilePlan:
         self,
         name: str,
         base: TensorSource | None,
-        context_tensors: ContextTensors | None = None,
+        context_tensors: Tensors = NO_TENSORS,
         run: MapFunction = map,
     ) -> TensorToEncode:
         guide, against = (self.job.guides or {}).get(name, NO_SIDE_INFORMATION), self.job.base
@@ -216,19 +210,21 @@ class FilePlan:
             measured=self._measured.setdefault(name, {}),
         )
 
-    def context_tensors(self, name: str, run: MapFunction = map) -> ContextTensors:
+    def context_tensors(self, name: str, run: MapFunction = map) -> Tensors:
         """Return the tensors that a tensor's contexts depend on, as the file restores them."""
         wanted = self.recipes[name].context_tensor
         if wanted is None:
-            return context_tensors_of({})
-        return context_tensors_of({wanted: CachedTensor(self._restored(wanted, run), wanted, self._chunks)})
+            return {}
+        base = self.base(wanted)
+        restored = restored_source(self.tensors[wanted], base, self.encoding(wanted, base, {}, run))
+        return {wanted: CachedTensor(restored, wanted, self._chunks)}
 
 
 def _chunks(plan: FilePlan, names: Iterable[str], workers: Workers) -> Iterator[_Chunk]:
     """Yield the chunks to encode; tensors with one chunk are planned by the thread that encodes them."""
     for name in names:
         n_patterns = plan.tensors[name].n_patterns
-        base, encoding, context_tensors = plan.base(name), None, context_tensors_of({})
+        base, encoding, context_tensors = plan.base(name), None, NO_TENSORS
         if n_patterns > CHUNK_VALUES:
             context_tensors = plan.context_tensors(name, workers.map)
             encoding = plan.encoding(name, base, context_tensors, workers.map)

@@ -204,7 +204,7 @@ def test_a_member_reads_as_other_tensors_do(chain: tuple[Path, Path, Arrays]) ->
         patterns = source.patterns(0, source.n_patterns)
         assert source.holds(0, patterns)
         assert not source.holds(0, patterns ^ 1)
-    member.check_chunk(0)
+    member.checked_payload(0)
 
 
 def test_a_group_is_the_base_of_its_members_behind_caches_too(chain: tuple[Path, Path, Arrays]) -> None:

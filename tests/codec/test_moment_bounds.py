@@ -16,7 +16,7 @@ from ckptz.codec.moments import FirstMoment, SecondMoment
 from ckptz.codec.restored import restored_source
 from ckptz.codec.tensor import SideInformation, TensorToEncode
 from ckptz.format.dtypes import dtype_of
-from ckptz.format.sources import ArraySource, ChunkSources, context_tensors_of
+from ckptz.format.sources import ArraySource, ChunkSources
 from ckptz.guidance import momentum
 from ckptz.guidance.momentum_decay import MomentumDecay, decay_of
 from ckptz.kernels import floats
@@ -56,7 +56,7 @@ def values_of(patterns: Array, dtype: str) -> Array:
 def restored(first: ArraySource, second: ArraySource, guide: SideInformation) -> tuple[Array, Array]:
     """Return both moments as restored from a file with default steps, float64 [n]."""
     squares = restored_source(second, None, SecondMoment(4.0).plan(TensorToEncode(source=second)))
-    context = context_tensors_of({"second": squares})
+    context = {"second": squares}
     recipe = FirstMoment(1.0, 0.35, "second")
     encoding = recipe.plan(TensorToEncode(source=first, context_tensors=context, guide=guide))
     sources = ChunkSources(0, first.n_patterns, None, context)

@@ -316,7 +316,7 @@ def check_moments(tensors: Mapping[str, ArraySource], jobs: int) -> Container:
 def test_more_moments_than_plans_are_held_come_back(jobs: int) -> None:
     tensors = moments_of(MAX_PLANS + 2, 3000)
     container = check_moments(tensors, jobs)
-    grouped = [name for name, source in container.tensors.items() if source.context_tensor_names]
+    grouped = [name for name, source in container.tensors.items() if source.header.plan.context_tensor_names]
     assert grouped == [name for name in tensors if name.endswith("exp_avg")]
 
 
@@ -409,6 +409,4 @@ def test_a_base_of_outer_products_goes_within_as_it_is() -> None:
 def test_codes_of_a_base_come_without_the_patterns_that_nobody_asked_for() -> None:
     """A frame that reads values and codes of its base gives its own codes from the base's codes alone."""
     decoded = Decoded(None, np.array([1, 2], np.uint8))
-    patterns, codes = _DecodedChunk(None, decoded).patterns_and_codes(0, 2)  # no frame is asked
-    assert patterns is None
-    assert codes is decoded.codes
+    assert _DecodedChunk(None, decoded).codes(0, 2) is decoded.codes  # no frame is asked

@@ -1,17 +1,14 @@
 """Frames: every part of the decode rule comes back as the specification says, also without subnormals."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
 from ckptz.errors import UnsupportedError
-from ckptz.format import decode as decode_module
 from ckptz.format import values as values_module
 from ckptz.format.dtypes import DType, dtype_of
 from ckptz.format.plan import Domain, Plan, Predictor, QuantizationMap
-from ckptz.format.sources import PATTERN_TYPES, ChunkSources, SourceOf
+from ckptz.format.sources import PATTERN_TYPES
 from tests.support import reference
 from tests.support.frame_support import (
     RULE_SETS,
@@ -51,29 +48,6 @@ def test_every_kind_of_map_decodes_by_the_rule(
         rng = np.random.default_rng(5)
         case = build_case(rng, dtype_of(dtype), (6, 7), domain, predictor, list(names), 42)
         np.testing.assert_array_equal(round_trip(case), expected_patterns(case))
-
-
-def test_values_and_codes_of_a_base_come_from_one_decoding() -> None:
-    # Two would double with every member of a chain.
-    rng = np.random.default_rng(0)
-    shape = (6, 7)
-    case = build_case(rng, dtype_of("F32"), shape, Domain.LINEAR, Predictor.BASE, ["base code"], 42)
-    assert case.plan.reads_base_patterns
-    assert case.plan.reads_base_codes
-    calls = []
-
-    class Base(SourceOf):
-        def patterns_and_codes(self, begin: int, end: int) -> Any:
-            calls.append((begin, end))
-            return self.source.patterns(begin, end), self.source.codes(begin, end)
-
-    header, chunks = case.encode()
-    out = np.empty(42, np.uint32)
-    sources = ChunkSources(0, 42, Base(case.base), reads_both=True)
-    payload = np.frombuffer(bytearray(chunks[0].payload), np.uint8)
-    decode_module.decode_chunk(header, 0, payload, sources, out)
-    np.testing.assert_array_equal(out, expected_patterns(case))
-    assert calls == [(0, 42)]
 
 
 @pytest.mark.parametrize("predictor", Predictor)

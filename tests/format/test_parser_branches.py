@@ -294,9 +294,6 @@ def test_sources_of_a_chunk_that_are_not_open() -> None:
         none.base_codes()
     with pytest.raises(CorruptionError, match="'v', which is not open"):
         none.patterns_of("v")
-    base = ArraySource.from_buffer(dtype_of("U8"), (4,), b"\1\2\3\4")
-    assert ChunkSources(1, 3, base, reads_both=True).base_patterns().tobytes() == b"\2\3"
-    assert ChunkSources(1, 3, base, reads_both=True).base_codes() is None
 
 
 # --- bytes behind URLs ----------------------------------------------------------------------------
@@ -396,7 +393,7 @@ def test_an_index_that_no_reader_accepts_is_not_written() -> None:
 def test_the_bounds_of_chunks_are_those_of_the_header() -> None:
     source = open_bytes(File().bytes()).tensors["w"]
     assert list(source.chunk_bounds()) == [(0, 4)]
-    source.check_chunk(0)
+    source.checked_payload(0)
 
 
 # --- what a chunk is decoded from -----------------------------------------------------------------

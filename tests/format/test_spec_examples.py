@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ckptz.format.bits import ByteReader, ByteWriter, xxh64
-from ckptz.format.context_rules import Block, Products, labels_of
+from ckptz.format.context_rules import Block, Products
 from ckptz.format.dtypes import dtype_of
 from ckptz.format.frequency import parse_table
 from ckptz.format.index import content_id_of
@@ -223,7 +223,7 @@ def test_class_examples() -> None:
             Block(radix, 1, np.array([label], np.uint8))
             for radix, label in zip(numbers(row["radices"]), numbers(row["labels"]), strict=True)
         )
-        assert labels_of(rules, ChunkSources(0, 1), 1).tolist() == [int(row["context"])]
+        assert ChunkSources(0, 1).labels(rules, 1).tolist() == [int(row["context"])]
 
 
 def test_context_product_examples() -> None:
@@ -234,7 +234,7 @@ def test_context_product_examples() -> None:
         )
         assert (rows.astype(int) * columns).sum() == int(row["s"])
         rule = Products(int(row["shift"]), 1, np.concatenate((rows, columns), axis=1))
-        assert labels_of((rule,), ChunkSources(0, 1), 1).tolist() == [int(row["label"])]
+        assert ChunkSources(0, 1).labels((rule,), 1).tolist() == [int(row["label"])]
 
 
 # --- 04 quantization ----------------------------------------------------------------------------

@@ -38,7 +38,7 @@ CHECKED = {
     "_ungroup": "ckptz/format/frame.py:_parse_indices",
     "_context_counts": "ckptz/format/frame.py:_parse_indices",
     "_group": "ckptz/format/frame.py:_parse_indices",
-    "_context_histogram": "ckptz/format/context_rules.py:_labels_of",
+    "_context_histogram": "ckptz/format/sources.py:_labels_by",
     # codes below those of the map, rows below those of its table
     "_lookup": "ckptz/format/decode.py:map_codes",
     "_add_linear_32": "ckptz/format/context_rules.py:parse_runs",
@@ -112,7 +112,7 @@ CALLERS = {
     "merge_planes": {"format/decode.py"},
     "restore": {"format/decode.py"},
     "magnitudes": {
-        "format/context_rules.py",
+        "format/sources.py",
         "codec/chunk.py",
         "codec/moments.py",
         "codec/tensor_plan.py",

@@ -82,7 +82,8 @@ class Case:
         return self.encoding.plan
 
     def sources(self, begin: int, end: int) -> ChunkSources:
-        return ChunkSources(begin, end, self.base, lambda name: self.context_tensor)
+        contexts = dict.fromkeys(self.plan.context_tensor_names, self.context_tensor)
+        return ChunkSources(begin, end, self.base, contexts)
 
     def encode(self) -> tuple[FrameHeader, list[EncodedChunk]]:
         n = self.source.dtype.n_patterns(self.source.shape)
