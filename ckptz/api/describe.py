@@ -95,14 +95,13 @@ def described(container: Container, checkpoint: Checkpoint | None, broken: str |
         levels += file.levels if isinstance(file, Container) else [file]
     tensors: list[TensorReport] = []
     counts: Counter[str] = Counter()
+    frames = set[FrameSource]()
     for source in container.tensors.values():  # only once, as few parsed headers are cached
         tensors.append(_tensor_report(source, levels))
-        if not isinstance(source, GroupMember):
-            counts.update(_coder_bytes(source.header))
-    for group in dict.fromkeys(
-        one.group for one in container.tensors.values() if isinstance(one, GroupMember)
-    ):
-        counts.update(_coder_bytes(group.header))
+        frame = source.group if isinstance(source, GroupMember) else source
+        if frame not in frames:
+            frames.add(frame)
+            counts.update(_coder_bytes(frame.header))
     n_bytes = sum(tensor.tensor_bytes for tensor in tensors)
     return InspectReport(
         file=container.name,

@@ -34,7 +34,6 @@ ALIGNMENT: Final = 8
 MAX_SURE_DIGITS: Final = 300  # integers with fewer digits are in the range of a double
 _PAIR: Final = re.compile(rb"\\u[dD][89abAB]..\\u[dD][c-fC-F]..")  # a surrogate pair of two escapes
 _HALF: Final = re.compile(rb"\\u[dD][89a-fA-F]")
-_SPACED_KEY: Final = re.compile(rb'"\s+:')
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 BASE_METADATA_BYTES: Final = 16  # of the section
 
@@ -87,13 +86,9 @@ def _finite_integer(digits: str) -> int:
     return int(digits)
 
 
-_NUMBERS: Final[dict[str, Any]] = {
-    "parse_constant": _no_constant,
-    "parse_float": _finite,
-    "parse_int": _finite_integer,
-}
-_DECODER: Final = json.JSONDecoder(**_NUMBERS)
-_SLOW_DECODER: Final = json.JSONDecoder(object_pairs_hook=_unique, **_NUMBERS)  # detects duplicate keys
+_DECODER: Final = json.JSONDecoder(
+    object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite, parse_int=_finite_integer
+)
 
 
 def strict_json(text: bytes, what: str) -> Any:
@@ -101,9 +96,6 @@ def strict_json(text: bytes, what: str) -> Any:
     check_number(text, what)
     try:
         value = _DECODER.decode(text.decode())
-        # The text has at most this many keys. If the value has as many, there are no duplicates.
-        if text.count(b'":') + len(_SPACED_KEY.findall(text)) != _n_keys(value):
-            value = _SLOW_DECODER.decode(text.decode())
     except CorruptionError as error:
         raise CorruptionError(f"{what}: {error}") from None
     except (ValueError, RecursionError) as error:
@@ -112,16 +104,6 @@ def strict_json(text: bytes, what: str) -> Any:
     if _HALF.search(_PAIR.sub(b"", text.replace(b"\\\\", b"  "))):
         raise CorruptionError(f"{what}: not valid JSON (half of a surrogate pair)")
     return value
-
-
-def _n_keys(value: Any) -> int:
-    """Count the keys of a JSON value at all depths, iteratively, as there may be millions."""
-    n, level = 0, [value] if isinstance(value, dict | list) else []
-    while level:
-        n += sum(len(node) for node in level if type(node) is dict)
-        inner = (node.values() if type(node) is dict else node for node in level)
-        level = [node for node in itertools.chain.from_iterable(inner) if type(node) in (dict, list)]
-    return n
 
 
 def check_number(text: bytes, what: str) -> None:
@@ -252,6 +234,7 @@ class PlainFile:
         envelope = read_envelope(source) if envelope is None else envelope
         self._data_offset = envelope.data_offset
         self.metadata = envelope.metadata
+        self.stored_bytes = source.size  # of the file
         self.tensors = {
             region.name: LazySource(region.dtype, region.shape, functools.partial(self._patterns, region))
             for region in envelope.regions
@@ -265,11 +248,6 @@ class PlainFile:
     def read(self, offset: int, n_bytes: int) -> NDArray[Any]:
         """Read bytes after the header, uint8 [n_bytes]."""
         return self._source.read(self._data_offset + offset, n_bytes)
-
-    @property
-    def stored_bytes(self) -> int:
-        """Size of the file in bytes."""
-        return self._source.size
 
     def close(self) -> None:
         """Close the file."""

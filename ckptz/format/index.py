@@ -34,6 +34,7 @@ from ckptz.format.sources import TensorSource
 
 FORMAT_NAME: Final = "ckptz"
 FORMAT_VERSION: Final = "1.3"
+WRITER: Final = f"ckptz {__version__}"  # `Index.writer` of new files
 READABLE: Final = re.compile(r"1\.(0|[1-9][0-9]*)")  # the features decide, not the minor version
 RESERVED_PREFIX: Final = "__ckptz__"
 INDEX_NAME: Final = "__ckptz__.index"
@@ -248,11 +249,6 @@ def content_id_of(tensors: Mapping[str, TensorSource]) -> str:
     return content_id(
         (name, source.dtype.name, source.shape, tensor_checksum(source)) for name, source in tensors.items()
     )
-
-
-def writer_name() -> str:
-    """Return the value of `Index.writer`."""
-    return f"ckptz {__version__}"
 
 
 def pack_index(index: Index) -> bytes:

@@ -591,6 +591,7 @@ class Container:
     def __init__(self, source: ByteSource, envelope: Envelope | None = None) -> None:
         self._source = source
         self.name = source.name  # for messages
+        self.stored_bytes = source.size  # of the file
         self.cache = CachedChunks()
         self.headers = HeaderCache()
         self.bases: Mapping[str, TensorSource] = {}  # by name; for a delta set by `store.resolve`
@@ -630,11 +631,6 @@ class Container:
         section = self.read(region.begin, n_bytes).tobytes()
         with error_context(self.name):
             return parse_base_metadata(section)
-
-    @property
-    def stored_bytes(self) -> int:
-        """Size of the file in bytes."""
-        return self._source.size
 
     def share_caches(self, other: Container) -> None:
         """Use the caches of another file of the same chain, so that their limit applies to both."""

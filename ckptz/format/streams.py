@@ -87,11 +87,7 @@ class Segments:
     ends: NDArray[np.int64]  # index after the last code of each segment, ascending
     table_of: NDArray[np.int64]  # the table of each segment
     tables: Frequencies  # frequencies [n_tables, 256]
-    slots: NDArray[np.uint32] | None = field(default=None, repr=False)
-
-    def slot_tables(self) -> NDArray[np.uint32]:
-        """Return decoding tables [n_tables, 4096], cached for each tensor."""
-        return slot_tables(self.tables) if self.slots is None else self.slots
+    slots: NDArray[np.uint32] | None = field(default=None, repr=False)  # decoding tables [n_tables, 4096]
 
 
 _local = threading.local()  # zstd contexts are expensive to create and not thread-safe
@@ -181,7 +177,8 @@ def parse_rans(source: ByteReader) -> tuple[NDArray[np.uint32], NDArray[np.uint1
 def decode_rans(source: ByteReader, segments: Segments, out: Bytes) -> None:
     """Decode the remaining bytes of `source` as rANS into `out`, uint8 [n]."""
     states, words = parse_rans(source)
-    if not cpu().rans_decode(words, states, segments.ends, segments.table_of, segments.slot_tables(), out):
+    slots = slot_tables(segments.tables) if segments.slots is None else segments.slots
+    if not cpu().rans_decode(words, states, segments.ends, segments.table_of, slots, out):
         raise CorruptionError("rANS stream does not end in its start state")
 
 
@@ -394,29 +391,21 @@ class _OwnTables:
 
     def encode(self, parts: Sequence[Bytes], at: Sequence[int]) -> Iterator[tuple[int, Stream]]:
         """Encode the streams `at` with their tables; yield (number, stream)."""
-        for which, coder, encode in (
-            ([k for k in at if k in self._huffman], CoderId.HUFFMAN, self._encode_huffman),
-            ([k for k in at if k not in self._huffman], CoderId.RANS_OWN, self._encode_rans),
-        ):
-            if which:
-                symbols, ends = joined([parts[k] for k in which])
-                packed = [self._packed[k] for k in which]
-                for k, stream in zip(which, encode(symbols, ends, which, packed), strict=True):
-                    yield k, (coder, stream)
-
-    def _encode_huffman(
-        self, symbols: Bytes, ends: Counts, which: list[int], packed: list[bytes]
-    ) -> list[memoryview]:
-        n_bytes = np.array([math.ceil(self.owns[k].n_bytes) for k in which])
-        return encode_huffman_streams(symbols, ends, self._lengths[which], n_bytes, packed)
-
-    def _encode_rans(
-        self, symbols: Bytes, ends: Counts, which: list[int], packed: list[bytes]
-    ) -> list[memoryview]:
-        segments = Segments(ends, np.arange(len(which)), self._frequencies[which])
-        begins = np.concatenate(([0], ends[:-1]))
-        lanes = np.array([n_lanes_for(self.owns[k].n_bytes) for k in which])
-        return encode_rans_streams(symbols, begins, np.arange(1, len(which) + 1), segments, lanes, packed)
+        for coder in (CoderId.HUFFMAN, CoderId.RANS_OWN):
+            which = [k for k in at if (k in self._huffman) == (coder is CoderId.HUFFMAN)]
+            if not which:
+                continue
+            symbols, ends = joined([parts[k] for k in which])
+            packed, sizes = [self._packed[k] for k in which], [self.owns[k].n_bytes for k in which]
+            if coder is CoderId.HUFFMAN:
+                n_bytes = np.array([*map(math.ceil, sizes)])
+                streams = encode_huffman_streams(symbols, ends, self._lengths[which], n_bytes, packed)
+            else:
+                segments = Segments(ends, np.arange(len(which)), self._frequencies[which])
+                begins, n_segments = np.concatenate(([0], ends[:-1])), np.arange(1, len(which) + 1)
+                lanes = np.array([*map(n_lanes_for, sizes)])
+                streams = encode_rans_streams(symbols, begins, n_segments, segments, lanes, packed)
+            yield from zip(which, ((coder, stream) for stream in streams), strict=True)
 
 
 def least_packed(counts: Counts) -> Counts:

@@ -34,7 +34,6 @@ from ckptz.format.sources import (
     chunk_bounds,
 )
 from ckptz.parallel import SMALL_VALUES, Workers
-from ckptz.state.roles import Role
 from ckptz.write.job import WriteJob
 
 Tensors = Mapping[str, TensorSource]
@@ -276,13 +275,9 @@ def _encode(plan: FilePlan, chunk: _Chunk) -> tuple[TensorPlan, EncodedChunk]:
 
 
 def _lossy_record(
-    recipe: Recipe,
-    role: Role,
-    source: TensorSource,
-    encoding: TensorPlan,
-    header: FrameHeader,
-    deviation: Deviation,
+    plan: FilePlan, name: str, encoding: TensorPlan, header: FrameHeader, deviation: Deviation
 ) -> LossyRecord:
+    recipe, role, source = plan.recipes[name], (plan.job.roles or {})[name], plan.tensors[name]
     quant_map = header.plan.quant_map
     moved: dict[str, Setting] = {}
     if isinstance(source, MovedSource):
@@ -338,8 +333,7 @@ def write_frames(
             n_bytes = sink.tell() - data_offset - offset
             lossy = None
             if deviation is not None:
-                role = (plan.job.roles or {})[name]
-                lossy = _lossy_record(plan.recipes[name], role, source, encoding, header, deviation)
+                lossy = _lossy_record(plan, name, encoding, header, deviation)
             checksum = f"{header.checksum:016x}"
             entry = TensorEntry(name, source.dtype.name, header.shape, offset, n_bytes, checksum, lossy)
             note = encoding.note or plan.notes.get(name, "")
@@ -362,14 +356,14 @@ def _write_frame(
     progress: Progress | None,
 ) -> tuple[TensorPlan, FrameHeader, Deviation | None]:
     """Write the chunks of one frame, then its header before them."""
+    shape = tuple(source.shape)
     if 0 < source.n_patterns <= CHUNK_VALUES:
         encoding, chunk = next(encoded)
-        header = FrameHeader(source.dtype, tuple(source.shape), encoding.plan, (chunk.record,))
+        header = FrameHeader(source.dtype, shape, encoding.plan, (chunk.record,))
         sink.writelines((header.pack(), *chunk.streams))
         if progress:
             progress(source.n_bytes)
         return encoding, header, chunk.deviation
-    shape = tuple(source.shape)
     encoding, packed_plan = TensorPlan(exact_plan(source.dtype)), b""
     records: list[ChunkRecord] = []
     deviations: list[Deviation] = []
@@ -378,8 +372,7 @@ def _write_frame(
         if not records:
             packed_plan = pack_plan(source.dtype, shape, encoding.plan)
             sink.seek(start + header_bytes(source.dtype, shape, encoding.plan, packed_plan))
-        for stream in chunk.streams:
-            sink.write(stream)
+        sink.writelines(chunk.streams)
         records.append(chunk.record)
         if chunk.deviation is not None:
             deviations.append(chunk.deviation)

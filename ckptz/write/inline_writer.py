@@ -20,9 +20,9 @@ from ckptz.format.index import (
     LOW_RANK_FEATURE,
     MAPS_FEATURE,
     PRODUCTS_FEATURE,
+    WRITER,
     InlineBase,
     inline_name,
-    writer_name,
 )
 from ckptz.format.reader import Container, has_own_frame, required_features
 from ckptz.format.sources import TensorSource, tensor_bytes
@@ -90,9 +90,7 @@ def write_inline(
     )
     records = {entry.name: entry.lossy for entry in container.index.tensors}
     tensor_entries = tuple(replace(entry, lossy=records[entry.name]) for entry in groups.entries(own))
-    index = replace(
-        container.index, writer=writer_name(), tensors=tensor_entries, base=None, inline=inline or None
-    )
+    index = replace(container.index, writer=WRITER, tensors=tensor_entries, base=None, inline=inline or None)
     regions = [blob(name, entry.offset, entry.n_bytes) for name, entry in index.placed()]
     return write_index(sink, reserved, regions, index, features)
 

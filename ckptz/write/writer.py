@@ -26,11 +26,11 @@ from ckptz.format.index import (
     LOW_RANK_FEATURE,
     MAPS_FEATURE,
     PRODUCTS_FEATURE,
+    WRITER,
     Index,
     TensorEntry,
     content_id,
     envelope_metadata,
-    writer_name,
 )
 from ckptz.format.reader import required_features
 from ckptz.format.sources import TensorSource, tensor_bytes
@@ -141,7 +141,7 @@ def reserved_header_bytes(names: Sequence[str], n_raw_bytes: int, features: Coll
 
 def _index(entries: Sequence[TensorEntry], job: WriteJob) -> Index:
     return Index(
-        writer=writer_name(),
+        writer=WRITER,
         content_id=content_id((e.name, e.dtype, e.shape, int(e.checksum, 16)) for e in entries),
         tensors=with_promise(entries, job.quality),
         metadata=None if job.metadata is None else dict(job.metadata),
