@@ -257,9 +257,7 @@ def _dense_edit(task: _ChunkToEdit) -> _Edit:
     except (MissingBaseError, CorruptionError):
         if not task.source.needs_other_file:
             raise
-        # Intact bytes that cannot be decoded were encoded with contexts of another base.
-        task.source.checked_payload(task.index)
-        raise other_values(task.source) from None
+        raise _other_values(task) from None
     return _Edit(task.source.entry.name, task.target, slice(task.begin, task.end), n_patterns, new)
 
 
@@ -278,13 +276,13 @@ def _scratch(patterns: Patterns) -> Patterns:
 
 def _require_checksum(task: _ChunkToEdit, patterns: Patterns) -> None:
     if not task.source.holds(task.index, patterns):
-        task.source.checked_payload(task.index)
-        raise other_values(task.source)
+        raise _other_values(task)
 
 
-def other_values(source: FrameSource) -> MissingBaseError:
-    """Return the error for a live tensor that is not the base of a tensor in the file."""
-    return MissingBaseError(f"tensor {source.entry.name!r} holds other values")
+def _other_values(task: _ChunkToEdit) -> MissingBaseError:
+    """Return the error for a live tensor that is not the base, if the stored bytes are intact."""
+    task.source.checked_payload(task.index)
+    return MissingBaseError(f"tensor {task.source.entry.name!r} holds other values")
 
 
 def _is_applied(container: Container, live: Mapping[str, LiveTensor]) -> bool:

@@ -36,21 +36,15 @@ class Groups:
     def entries(self, frames: Sequence[TensorEntry]) -> list[TensorEntry]:
         """Return the index entries of all tensors, given those of the frames."""
         by_name, found = {entry.name: entry for entry in frames}, []
-        shared = [by_name[group_name(number)] for number in range(self.n_groups)]
         for name, source in self.tensors.items():
             if (number := self.group_of.get(name)) is None:
                 found.append(by_name[name])
                 continue
-            frame, shape = shared[number], tuple(source.shape)
+            frame, shape = by_name[group_name(number)], tuple(source.shape)
             checksum = f"{checksum_of_chunk(source.patterns(0, source.n_patterns)):016x}"
             where = frame.dtype, shape, frame.offset, frame.n_bytes
             found.append(TensorEntry(name, *where, checksum, None, number))
         return found
-
-    @property
-    def n_groups(self) -> int:
-        """Number of groups in the file."""
-        return max(self.group_of.values(), default=-1) + 1
 
     def count(self, frames: Sequence[str]) -> int:
         """Count the tensors in the frames of the given names."""
