@@ -124,14 +124,6 @@ def _quantize(
     return codes, decoded, escaped
 
 
-def _encode_quantized(encoding: TensorPlan, quantized: Quantized, labels: Labels | None) -> list[Stream]:
-    codes, decoded, escaped = quantized
-    streams = _encode_codes(codes, encoding, labels)
-    if escaped is not None:
-        streams += encode_values(decoded[escaped])
-    return streams
-
-
 def _deviation(kind: int, patterns: Patterns, decoded: Patterns, counts: NDArray[np.int64]) -> Deviation:
     exact, restored = (cpu().to_f32(u, kind).view(np.float32) for u in (patterns, decoded))
     largest, error, power = cpu().deviation(exact, restored)
@@ -146,13 +138,11 @@ def _deviation(kind: int, patterns: Patterns, decoded: Patterns, counts: NDArray
 
 def restored_patterns(source: TensorSource, encoding: TensorPlan, sources: ChunkSources) -> Patterns:
     """Return the patterns [n] that a chunk will decode to, without encoding it."""
-    patterns = source.patterns(sources.begin, sources.end)
     if encoding.plan.quant_map is None:
-        if encoding.rounding is None:
-            return patterns
-        return encoding.rounding.rounded(patterns, FLOAT_KINDS[source.dtype.name], sources.begin)
+        return (encoding.rounded or source).patterns(sources.begin, sources.end)
     header = FrameHeader(source.dtype, source.shape, encoding.plan, ())
     labels = sources.labels(encoding.plan.rules, header.row_patterns) if encoding.plan.rules else None
+    patterns = source.patterns(sources.begin, sources.end)
     return _quantize(header, encoding.quantizer, patterns, sources, labels)[1]
 
 
@@ -196,12 +186,11 @@ def _encode_planes(
     header: FrameHeader, source: TensorSource, encoding: TensorPlan, sources: ChunkSources
 ) -> _Coded:
     """Encode the byte planes of patterns, rounded first if the plan says so."""
-    plan, kind = header.plan, FLOAT_KINDS.get(source.dtype.name, 0)
-    exact, deviation = unmoved(source).patterns(sources.begin, sources.end), None
-    decoded = exact
-    if encoding.rounding is not None:
-        patterns = source.patterns(sources.begin, sources.end)
-        decoded = encoding.rounding.rounded(patterns, kind, sources.begin)
+    plan, deviation = header.plan, None
+    exact = decoded = unmoved(source).patterns(sources.begin, sources.end)
+    if encoding.rounded is not None:
+        decoded = encoding.rounded.patterns(sources.begin, sources.end)
+        kind = FLOAT_KINDS[source.dtype.name]
         deviation = _deviation(kind, exact, decoded, np.zeros(256, np.int64))
     base = sources.base_patterns() if plan.predictor is Predictor.BASE else decoded
     if encoding.is_sparse and (changes := encode_changes(decoded, base, plan, source.dtype)) is not None:
@@ -227,8 +216,11 @@ def _encode_map(
     """Encode the codes of a quantization map, and the escaped elements."""
     plan, begin, end = header.plan, sources.begin, sources.end
     labels = sources.labels(plan.rules, header.row_patterns) if plan.rules else None
-    quantized = _quantize(header, encoding.quantizer, source.patterns(begin, end), sources, labels)
-    streams, (codes, decoded, _) = _encode_quantized(encoding, quantized, labels), quantized
+    patterns = source.patterns(begin, end)
+    codes, decoded, escaped = _quantize(header, encoding.quantizer, patterns, sources, labels)
+    streams = _encode_codes(codes, encoding, labels)
+    if escaped is not None:
+        streams += encode_values(decoded[escaped])
     if isinstance(encoding.quantizer, CodedQuantizer):  # errors were measured on the device
         return streams, decoded, Deviation(*encoding.quantizer.errors(begin), cpu().histogram(codes))
     counts = encoding.counted[0].total if encoding.counted else cpu().histogram(codes)

@@ -71,10 +71,7 @@ class EightBit(Exact):
 
     is_signed: bool = True
     may_have_products: ClassVar[bool] = True
-
-    @property
-    def is_batched(self) -> bool:
-        return False
+    is_batched: ClassVar[bool] = False
 
     def plan(self, tensor: TensorToEncode) -> TensorPlan:
         """Plan the frame with products as contexts if it is smaller with them."""
@@ -101,9 +98,12 @@ def recipes_of_codes(tensors: Mapping[str, TensorSource], recipes: Mapping[str, 
         shape = source.shape
         if source.dtype.name != "U8" or len(shape) < 2 or (match := _CODES.fullmatch(name)) is None:
             continue
-        is_exact = isinstance(recipe := recipes[name], Exact) and not recipe.is_sparse
         is_matrix = min(shape[0], math.prod(shape[1:])) >= LEAST_SIDE
-        if is_exact and is_matrix and f"{match['stem']}absmax{match['number']}" in tensors:
+        if (
+            isinstance(recipes[name], Exact)
+            and is_matrix
+            and f"{match['stem']}absmax{match['number']}" in tensors
+        ):
             found[name] = _RECIPES[match["number"]]
     return found
 

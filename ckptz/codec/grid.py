@@ -34,7 +34,8 @@ from ckptz.codec.method import (
 )
 from ckptz.codec.moments import MOMENTS, Moments, state_recipes
 from ckptz.codec.rounding_rule import RoundingRule, middle_chunk, sampled
-from ckptz.codec.tensor import SideInformation, TensorStatistics, TensorToEncode, summed, values_of
+from ckptz.codec.sensitivity import floats_in
+from ckptz.codec.tensor import SideInformation, TensorStatistics, TensorToEncode, summed
 from ckptz.codec.tensor_plan import TensorPlan
 from ckptz.errors import ConfigError
 from ckptz.format.context_rules import MAX_INDICES, Row
@@ -99,9 +100,9 @@ class UniformGrid(Recipe):
         rows = row_steps(self.step, statistics.spread, squares, guide.mean_sensitivity)
         at = sampled(begin, end)
         steps = rows.steps[rows.labels[at // row_patterns - first]]
-        own, others = (values_of(s.patterns(begin, end)[at - begin], s.dtype) for s in (source, base))
-        moved = own - others
-        return float(np.minimum(np.abs(moved) / steps, 1.0).mean())
+        own, others = (floats_in(one, begin, end)[at - begin] for one in (source, base))
+        moved = np.abs(own.astype(np.float64) - others)
+        return float(np.minimum(moved / steps, 1.0).mean())
 
     def plan(self, tensor: TensorToEncode) -> TensorPlan:
         """Plan a weight; steps and rounding depend on its base and side information."""

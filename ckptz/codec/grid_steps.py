@@ -10,18 +10,12 @@ Codes are numbered by magnitude, 0, +1, -1, +2, -2 and so on, so that adjacent c
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.quantizer import Quantizer
-from ckptz.codec.rounding_rule import TO_NEAREST, RoundingRule
-from ckptz.codec.sensitivity import floats_of
 from ckptz.format.plan import LinearTable
-from ckptz.format.sources import Patterns, TensorSource
-from ckptz.format.values import FLOAT_KINDS
-from ckptz.kernels import rounding
 from ckptz.kernels.blas import product
 from ckptz.kernels.floats import ESCAPE, MAX_MAGNITUDE, Counts, Reals
 
@@ -45,11 +39,6 @@ class RowSteps:
 
     steps: Reals  # of each context [n_contexts], ascending, half an octave apart
     labels: Labels  # context of each row [n_rows]
-
-    @property
-    def n_contexts(self) -> int:
-        """Number of different steps."""
-        return len(self.steps)
 
 
 def row_steps(step: float, spread: float, sensitivity: Reals | None, mean: float | None) -> RowSteps:
@@ -81,50 +70,6 @@ def row_steps(step: float, spread: float, sensitivity: Reals | None, mean: float
     half_octaves = np.maximum(half_octaves, half_octaves.max() - MAX_ROW_CLASSES + 1)
     used, labels = np.unique(half_octaves, return_inverse=True)
     return RowSteps(np.minimum(plain * 2.0 ** (used / 2), largest), labels.astype(np.uint8))
-
-
-@dataclass(frozen=True, slots=True)
-class OnGrid(Quantizer):
-    """Quantizer of a tensor on a grid.
-
-    Attributes:
-        source: the tensor.
-        base: the base that is subtracted, or None.
-        rows: steps of the rows.
-        dead_zone: additional share of a step that becomes zero.
-        rounding_rule: to the nearest level, or stochastic.
-        most: largest magnitude that has codes; larger ones escape.
-    """
-
-    source: TensorSource
-    base: TensorSource | None
-    rows: RowSteps
-    dead_zone: float
-    rounding_rule: RoundingRule = TO_NEAREST
-    most: int = MAX_MAGNITUDE
-
-    def codes(self, begin: int, end: int, patterns: Patterns) -> Codes:
-        """Return the codes of patterns begin..end, uint8 [end - begin]; the last code is the escape code."""
-        codes = np.empty(end - begin, np.uint8)
-        seed, inputs = self.rounding_rule.seed, self.inputs(begin, end, patterns)
-        rounding().residual_codes(*inputs, self.dead_zone, seed, begin, codes)
-        return np.minimum(codes, np.uint8(2 * self.most + 1))
-
-    def inputs(self, begin: int, end: int, patterns: Patterns) -> tuple[Any, ...]:
-        """Return the arguments of kernels for patterns [n].
-
-        Values [n], base values [n] or None, steps of contexts, labels of rows, number of elements in a row.
-        """
-        kind = FLOAT_KINDS[self.source.dtype.name]
-        values = floats_of(patterns, kind)
-        base = None if self.base is None else floats_of(self.base.patterns(begin, end), kind)
-        steps = self.rows.steps.astype(np.float32)
-        return values, base, steps, self.rows.labels, self.row_patterns
-
-    @property
-    def row_patterns(self) -> int:
-        """Number of elements in a row, the unit that has a label."""
-        return self.source.n_patterns // len(self.rows.labels)
 
 
 def largest_magnitude(counts: Counts | Reals) -> int:

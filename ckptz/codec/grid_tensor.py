@@ -10,9 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.codec.column_rounding import ColumnGrid, ColumnRounding, Targets
-from ckptz.codec.grid_steps import OnGrid, bare_levels, fit_levels, largest_magnitude
-from ckptz.codec.rounding_rule import choose_rounding, middle_chunk, sampled
-from ckptz.codec.tensor import Bounds, MapFunction, SideInformation, reals, summed
+from ckptz.codec.grid_steps import RowSteps, bare_levels, fit_levels, largest_magnitude
+from ckptz.codec.quantizer import Quantizer
+from ckptz.codec.rounding_rule import TO_NEAREST, RoundingRule, choose_rounding, middle_chunk, sampled
+from ckptz.codec.sensitivity import floats_in, floats_of
+from ckptz.codec.tensor import Bounds, MapFunction, SideInformation, summed
 from ckptz.codec.tensor_plan import ContextCounts, TensorPlan, stream_tables
 from ckptz.format.bits import ByteWriter
 from ckptz.format.context_rules import (
@@ -26,7 +28,8 @@ from ckptz.format.context_rules import (
 )
 from ckptz.format.frequency import entropy_bits, write_tables
 from ckptz.format.plan import Domain, LinearTable, Plan, Predictor, QuantizationMap, StreamTables
-from ckptz.format.sources import CHUNK_VALUES, Patterns, n_rows_of
+from ckptz.format.sources import CHUNK_VALUES, Patterns, TensorSource, n_rows_of
+from ckptz.format.values import FLOAT_KINDS
 from ckptz.kernels import rounding
 from ckptz.kernels.floats import MAX_MAGNITUDE
 
@@ -55,16 +58,33 @@ class _Counted:
 
 
 @dataclass(frozen=True, slots=True)
-class GridTensor(OnGrid):
-    """Quantizer of a tensor during planning.
+class GridTensor(Quantizer):
+    """Quantizer of a tensor on a grid.
 
     Attributes:
+        source: the tensor.
+        base: the base that is subtracted, or None.
+        rows: steps of the rows.
+        dead_zone: additional share of a step that becomes zero.
+        rounding_rule: to the nearest level, or stochastic.
+        most: largest magnitude that has codes; larger ones escape.
         rounded: codes of the complete tensor, if error-compensated rounding was used.
         fits_levels: whether magnitudes are summed up when codes are counted.
     """
 
+    source: TensorSource
+    base: TensorSource | None
+    rows: RowSteps
+    dead_zone: float
+    rounding_rule: RoundingRule = TO_NEAREST
+    most: int = MAX_MAGNITUDE
     rounded: NDArray[np.uint8] | None = None
     fits_levels: bool = False
+
+    @property
+    def row_patterns(self) -> int:
+        """Number of elements in a row, the unit that has a label."""
+        return self.source.n_patterns // len(self.rows.labels)
 
     @property
     def n_base_codes(self) -> int:
@@ -74,22 +94,39 @@ class GridTensor(OnGrid):
         1.2 %, the sign of the base 0.2 %, and the sign of its first moment nothing.
         """
         n = 1 if self.base is None else self.base.n_codes or 1
-        return n if n * self.rows.n_contexts <= MAX_CONTEXTS else 1
+        return n if n * len(self.rows.steps) <= MAX_CONTEXTS else 1
 
     def whole_residual(self) -> NDArray[np.float32]:
         """Return the difference of the complete tensor to its base, float32 [n_rows, elements of a row]."""
         source, base = self.source, self.base
         whole = np.empty(source.n_patterns, np.float32)
         for begin, end in source.chunk_bounds():
-            values = reals(source, begin, end)
-            whole[begin:end] = values if base is None else values - reals(base, begin, end)
+            values = floats_in(source, begin, end)
+            # The difference is rounded once, from double.
+            whole[begin:end] = (
+                values if base is None else values.astype(np.float64) - floats_in(base, begin, end)
+            )
         return whole.reshape(n_rows_of(tuple(source.shape)), -1)
 
     def codes(self, begin: int, end: int, patterns: Patterns) -> NDArray[np.uint8]:
         """Return the codes of patterns begin..end, uint8 [end - begin]; the last code is the escape code."""
         if self.rounded is None:
-            return OnGrid.codes(self, begin, end, patterns)
-        return np.minimum(self.rounded[begin:end], np.uint8(2 * self.most + 1))
+            codes = np.empty(end - begin, np.uint8)
+            seed, inputs = self.rounding_rule.seed, self.inputs(begin, end, patterns)
+            rounding().residual_codes(*inputs, self.dead_zone, seed, begin, codes)
+        else:
+            codes = self.rounded[begin:end]
+        return np.minimum(codes, np.uint8(2 * self.most + 1))
+
+    def inputs(self, begin: int, end: int, patterns: Patterns) -> tuple[Any, ...]:
+        """Return the arguments of kernels for patterns [n].
+
+        Values [n], base values [n] or None, steps of contexts, labels of rows, number of elements in a row.
+        """
+        values = floats_of(patterns, FLOAT_KINDS[self.source.dtype.name])
+        base = None if self.base is None else floats_in(self.base, begin, end)
+        steps = self.rows.steps.astype(np.float32)
+        return values, base, steps, self.rows.labels, self.row_patterns
 
     def choose_rounding(self, new_seed: int, peak: float, most: float | None) -> GridTensor:
         """Choose the rounding rule, and finer steps for stochastic rounding, from the middle chunk.
@@ -123,14 +160,14 @@ class GridTensor(OnGrid):
     def fit(self, counted: _Counted) -> tuple[int, LinearTable]:
         """Fit the largest magnitude that has codes, and the levels of the codes."""
         merged = _merged(counted.codes, self.n_base_codes)
-        by_row = np.zeros((self.rows.n_contexts, 256), np.int64)
+        by_row = np.zeros((len(self.rows.steps), 256), np.int64)
         by_row[merged.contexts] = merged.counts
         most = largest_magnitude(counted.codes.total)
         return most, fit_levels(self.rows.steps, by_row, counted.sums, most)
 
     def rules(self, n_base_codes: int) -> tuple[ContextRule, ...]:
         """Return the context rules: by row, and by code of the base if there are several."""
-        rows = (Row(self.rows.n_contexts, self.rows.labels),) if self.rows.n_contexts > 1 else ()
+        rows = (Row(len(self.rows.steps), self.rows.labels),) if len(self.rows.steps) > 1 else ()
         return (*rows, BaseCode(n_base_codes)) if n_base_codes > 1 else rows
 
     def counted(self, run: MapFunction) -> _Counted:
@@ -141,7 +178,7 @@ class GridTensor(OnGrid):
         """Count the codes of one chunk by row context and code of the base."""
         patterns = self.source.patterns(*bounds)
         codes = self.codes(*bounds, patterns)
-        sums = np.zeros((self.rows.n_contexts, 256))
+        sums = np.zeros((len(self.rows.steps), 256))
         if self.fits_levels:
             values, base, _, row_labels, row_patterns = self.inputs(*bounds, patterns)
             rounding().residual_sums(values, base, row_labels, row_patterns, bounds[0], codes, sums)
@@ -152,7 +189,7 @@ class GridTensor(OnGrid):
             contexts = contexts * np.uint16(n_base_codes)
         if base_codes is not None:
             contexts += base_codes
-        return _Counted(ContextCounts.of(contexts, codes, self.rows.n_contexts * n_base_codes), sums)
+        return _Counted(ContextCounts.of(contexts, codes, len(self.rows.steps) * n_base_codes), sums)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +228,7 @@ class Layer:
         rows = self.grid.rows
         most, levels = MAX_MAGNITUDE, bare_levels(rows.steps)
         for _ in range(N_FITS):
-            targets, n_patterns = Targets.none(rows.n_contexts), 0
+            targets, n_patterns = Targets.none(len(rows.steps)), 0
             for group_rounding, columns, part in self._parts(SAMPLE_OUTPUTS):
                 targets.add(group_rounding, columns, self._columns(part, most, levels))
                 n_patterns += columns.size
@@ -238,7 +275,7 @@ def encoding_of(grid: GridTensor, counted: _Counted, most: int, levels: LinearTa
     best = min(range(len(coded)), key=lambda k: coded[k][0])
     (rules, chosen), (_, tables) = candidates[best], coded[best]
     n_contexts = n_contexts_of(rules)
-    row_of_context = np.arange(n_contexts) // (n_contexts // grid.rows.n_contexts)
+    row_of_context = np.arange(n_contexts) // (n_contexts // len(grid.rows.steps))
     if has_escape:
         levels = replace(levels, level=np.append(levels.level, 0.0))  # the entry of the escape code
     quant_map = QuantizationMap(levels, row_of_context, escape_code=2 * most + 1 if has_escape else None)

@@ -69,23 +69,15 @@ class Clusters(Recipe):
     """Recipe of a weight with k-means levels.
 
     Attributes:
-        wanted: number of levels, and shares to prune and protect.
+        partitions: number of levels, and shares to prune and protect.
     """
 
-    wanted: Partitions
+    partitions: Partitions
     name: ClassVar[str] = "kmeans"
-
-    @property
-    def partitions(self) -> Partitions:
-        return self.wanted
-
-    @property
-    def prunes(self) -> bool:
-        return self.wanted.prune > 0
 
     def settings(self) -> dict[str, Setting]:
         """Return the settings; rankings and roundings only if they are not the default."""
-        wanted = self.wanted
+        wanted = self.partitions
         asked: dict[str, Setting] = {
             "levels": wanted.levels,
             "prune": wanted.prune,
@@ -107,8 +99,8 @@ class Clusters(Recipe):
             return exact_with_note(tensor, "holds NaN or infinity")
         if (moving := self._moving(tensor, histogram)) is not None:
             return _regrouped(tensor, moving)
-        ranked, note = rank(source, tensor.guide, self.wanted, run)
-        quant_map, quantizer = _fit(source, histogram, self.wanted, ranked, run)
+        ranked, note = rank(source, tensor.guide, self.partitions, run)
+        quant_map, quantizer = _fit(source, histogram, self.partitions, ranked, run)
         plan = Plan(quant_map=quant_map, domain=Domain.LINEAR)
         return _regrouped(tensor, TensorPlan(plan, quantizer, note))
 
@@ -127,14 +119,14 @@ class Clusters(Recipe):
         if asked != self.settings() or old.table.shape[0] > 1 or old.n_codes - has_escape < 2:
             return None
         levels = old.table.expand()[0][: old.escape_code].view(np.float32)
-        ceiling = Cut.of(self.wanted.by_magnitude(), histogram).ceiling if has_escape else np.inf
+        ceiling = Cut.of(self.partitions.by_magnitude(), histogram).ceiling if has_escape else np.inf
         quantizer = LevelQuantizer(
             levels,
             FLOAT_KINDS[source.dtype.name],
             TO_NEAREST,
             old.escape_code,
             float(ceiling),
-            self.wanted.protect_as_bf16,
+            self.partitions.protect_as_bf16,
         )
         assert tensor.base is not None
         old_rule = RoundingRule.of_record(stored, self.name)

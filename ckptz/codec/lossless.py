@@ -25,7 +25,7 @@ from ckptz.codec.chunk import (
 from ckptz.codec.contexts import NO_TABLES
 from ckptz.codec.effort import DEFAULT, Effort
 from ckptz.codec.histogram import Histogram
-from ckptz.codec.method import Method, Recipe, Setting, register
+from ckptz.codec.method import Method, Recipe, register
 from ckptz.codec.moment_codes import LogLevelQuantizer, StepQuantizer
 from ckptz.codec.quantizer import Quantizer
 from ckptz.codec.run_contexts import plan_contexts
@@ -54,28 +54,15 @@ _Choice = tuple[PlaneMode, bool, int]
 
 @dataclass(frozen=True, slots=True)
 class Exact(Recipe):
-    """Recipe of a lossless tensor.
+    """Recipe of a lossless tensor: the smallest frame."""
 
-    Attributes:
-        is_sparse: prefer fast decoding by changed positions over the smallest size.
-    """
-
-    is_sparse: bool = False
     name: ClassVar[str] = "lossless"
     is_lossy: ClassVar[bool] = False
-
-    @property
-    def is_batched(self) -> bool:
-        return not self.is_sparse
-
-    def settings(self) -> dict[str, Setting]:
-        """Return no settings: files do not record lossless tensors."""
-        return {}
+    is_batched: ClassVar[bool] = True
 
     def plan(self, tensor: TensorToEncode) -> TensorPlan:
         """Plan the frame of a lossless tensor."""
-        plan = plan_sparse if self.is_sparse else plan_lossless
-        return plan(tensor.source, tensor.base, tensor.run, tensor.effort)
+        return plan_lossless(tensor.source, tensor.base, tensor.run, tensor.effort)
 
     def plan_and_encode(
         self, sources: Sequence[TensorSource], bases: Sequence[TensorSource], effort: Effort
@@ -94,6 +81,31 @@ class Exact(Recipe):
             which = [k for k, other in enumerate(choices) if other == choice]
             encoded |= zip(which, _encode(batch.only(which), *choice, effort), strict=True)
         return [encoded[k] for k in range(len(sources))]
+
+
+@dataclass(frozen=True, slots=True)
+class Sparse(Recipe):
+    """Recipe of a lossless delta that decodes fast, by the positions of changes if there are few."""
+
+    name: ClassVar[str] = "lossless"
+    is_lossy: ClassVar[bool] = False
+
+    def plan(self, tensor: TensorToEncode) -> TensorPlan:
+        """Plan a frame of changed positions; the smallest frame if too many changed."""
+        source, base = tensor.source, tensor.base
+        if base is None or not source.n_patterns:
+            return TensorPlan(exact_plan(source.dtype))
+        n_changed = summed(
+            tensor.run, lambda b: np.count_nonzero(source.patterns(*b) != base.patterns(*b)), source
+        )
+        if n_changed > MAX_SPARSE_SHARE * source.n_patterns:
+            return plan_lossless(source, base, tensor.run, tensor.effort)
+        # Ordered differences, because small steps in both directions give small codes, whatever the carries.
+        return TensorPlan(planes_plan(PlaneMode.DIFFERENCE), is_sparse=True)
+
+
+EXACT: Final = Exact()
+SPARSE: Final = Sparse()
 
 
 @register
@@ -117,31 +129,16 @@ class Lossless(Method):
 
     def recipe(self, role: Role, dtype: DType, shape: tuple[int, ...]) -> Recipe:
         del role, dtype, shape
-        return Exact(self.sparse)
+        return SPARSE if self.sparse else EXACT
 
     def recipes(
         self, tensors: Mapping[str, TensorSource], roles: Mapping[str, Role], trained: Collection[str] = ()
     ) -> dict[str, Recipe]:
         del roles, trained
-        return dict.fromkeys(tensors, Exact(self.sparse))
+        return dict.fromkeys(tensors, SPARSE if self.sparse else EXACT)
 
 
 LOSSLESS: Final = Lossless()
-EXACT: Final = Exact()
-
-
-def plan_sparse(
-    source: TensorSource, base: TensorSource | None, run: MapFunction = map, effort: Effort = DEFAULT
-) -> TensorPlan:
-    """Plan a frame of changed positions, which decodes fastest; the smallest frame if too many changed."""
-    n_patterns = source.n_patterns
-    if base is None or not n_patterns:
-        return TensorPlan(exact_plan(source.dtype))
-    n_changed = summed(run, lambda b: np.count_nonzero(source.patterns(*b) != base.patterns(*b)), source)
-    if n_changed > MAX_SPARSE_SHARE * n_patterns:
-        return plan_lossless(source, base, run, effort)
-    # Ordered differences, because small steps in both directions give small codes, whatever the carries.
-    return TensorPlan(planes_plan(PlaneMode.DIFFERENCE), is_sparse=True)
 
 
 def plan_lossless(

@@ -24,13 +24,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.codec.moment_bounds import MomentBound
-from ckptz.codec.sensitivity import floats_of
+from ckptz.codec.sensitivity import floats_in
 from ckptz.format.context_rules import MAX_RANK
 from ckptz.format.frame import MAX_OUTER
 from ckptz.format.plan import LowRank
 from ckptz.format.sources import CHUNK_VALUES, TensorSource
 from ckptz.format.streams import Embedded
-from ckptz.format.values import FLOAT_KINDS
 from ckptz.kernels import floats
 from ckptz.kernels import moments as kernels
 from ckptz.kernels.blas import eigh, least_squares, product
@@ -125,13 +124,10 @@ class FirstMoments:
 
 
 def _blocks(source: TensorSource, n_columns: int) -> Iterator[tuple[int, Float32Array]]:
-    kind, n = FLOAT_KINDS[source.dtype.name], max(CHUNK_VALUES // n_columns, 1)
+    n = max(CHUNK_VALUES // n_columns, 1)
     for begin in range(0, source.shape[0], n):
         end = min(begin + n, source.shape[0])
-        yield (
-            begin,
-            floats_of(source.patterns(begin * n_columns, end * n_columns), kind).reshape(-1, n_columns),
-        )
+        yield begin, floats_in(source, begin * n_columns, end * n_columns).reshape(-1, n_columns)
 
 
 def _inverse(means: Float32Array) -> Float32Array:

@@ -39,6 +39,11 @@ class Recipe:
             known (`SideInformation.update_scale`).
         may_have_products: whether the tensor may be stored with contexts by products.
         is_joint: whether plans depend on the mean `movement` of all tensors of the file with such a recipe.
+        is_batched: whether tensors of one chunk are encoded with `plan_and_encode`, in batches if they are
+            small.
+        partitions: levels and shares if the codes depend on a histogram of the values only; else None.
+        context_tensor: name of the tensor of the same file on whose restored values the contexts depend, or
+            None.
     """
 
     __slots__ = ()
@@ -47,30 +52,13 @@ class Recipe:
     may_be_low_rank: ClassVar[bool] = False
     may_have_products: ClassVar[bool] = False
     is_joint: ClassVar[bool] = False
-
-    @property
-    def is_batched(self) -> bool:
-        """True if tensors of one chunk are encoded with `plan_and_encode`, in batches if they are small."""
-        return False
-
-    @property
-    def prunes(self) -> bool:
-        """True if a share of the elements becomes zero."""
-        return False
-
-    @property
-    def partitions(self) -> Partitions | None:
-        """Levels and shares if the codes depend on a histogram of the values only; else None."""
-        return None
-
-    @property
-    def context_tensor(self) -> str | None:
-        """Name of the tensor of the same file on whose restored values the contexts depend, or None."""
-        return None
+    is_batched: ClassVar[bool] = False
+    partitions: Partitions | None = None
+    context_tensor: str | None = None
 
     def settings(self) -> dict[str, Setting]:
         """Return the settings for the file's record, by name."""
-        raise NotImplementedError
+        return {}
 
     def movement(self, tensor: TensorToEncode) -> float | None:
         """Return the mean distance of elements from the base in steps, clipped to 1; None without base."""

@@ -14,9 +14,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.sensitivity import floats_of
+from ckptz.codec.sensitivity import floats_in, floats_of
 from ckptz.format.sources import TensorSource
-from ckptz.format.values import FLOAT_KINDS
 from ckptz.kernels import cpu, moments
 from ckptz.kernels.floats import Patterns
 
@@ -42,21 +41,17 @@ class MomentBound:
 
     def limits(self, begin: int, end: int) -> NDArray[np.float64]:
         """Return the bounds of elements begin..end, float64 [end - begin]; NaN where there is none."""
-        squares = floats_of(self.second.patterns(begin, end), FLOAT_KINDS[self.second.dtype.name])
+        squares = floats_in(self.second, begin, end)
         with np.errstate(invalid="ignore"):
             limits: NDArray[np.float64] = self.at_one * np.sqrt(squares, dtype=np.float64)
         return limits
 
     def is_beyond(self, begin: int, patterns: Patterns, kind: int) -> NDArray[np.bool_]:
         """Return a mask [n] of the patterns from `begin` on that exceed their bound."""
-        return self._beyond(begin, patterns, kind)[0]
-
-    def _beyond(self, begin: int, patterns: Patterns, kind: int) -> tuple[NDArray[np.bool_], int]:
-        """Return a mask [n] of the elements that exceed their bound, and their number."""
-        squares = self.second.patterns(begin, begin + len(patterns))
         is_beyond = np.empty(len(patterns), np.bool_)
-        values, squares = floats_of(patterns, kind), floats_of(squares, FLOAT_KINDS[self.second.dtype.name])
-        return is_beyond, int(moments().beyond(values, squares, self.at_one, is_beyond))
+        squares = floats_in(self.second, begin, begin + len(patterns))
+        moments().beyond(floats_of(patterns, kind), squares, self.at_one, is_beyond)
+        return is_beyond
 
     def powers(self, begin: int, patterns: Patterns, kind: int) -> Patterns:
         """Round patterns [n] from `begin` on down to powers of two within their bound."""
@@ -71,10 +66,9 @@ class MomentBound:
 
     def clamped(self, begin: int, patterns: Patterns, kind: int) -> Patterns:
         """Clip the magnitudes of patterns [n] from `begin` on to their bound."""
-        is_beyond, n_beyond = self._beyond(begin, patterns, kind)
-        if not n_beyond:
+        at = np.flatnonzero(self.is_beyond(begin, patterns, kind))
+        if not len(at):
             return patterns
-        at = np.flatnonzero(is_beyond)
         values = floats_of(patterns[at], kind)
         cut = np.copysign(self.limits(begin, begin + len(patterns))[at], values).astype(np.float32)
         out = patterns.copy()

@@ -62,7 +62,8 @@ from ckptz.codec.moment_maps import (
 )
 from ckptz.codec.quantizer import Quantizer
 from ckptz.codec.rounding_rule import TO_NEAREST, RoundingRule, choose_rounding
-from ckptz.codec.tensor import MapFunction, TensorStatistics, TensorToEncode, reals, summed
+from ckptz.codec.sensitivity import floats_in
+from ckptz.codec.tensor import MapFunction, TensorStatistics, TensorToEncode, summed
 from ckptz.codec.tensor_plan import ContextCounts, TensorPlan, stream_tables
 from ckptz.errors import ConfigError, coerce_numeric_fields
 from ckptz.format.context_rules import MAX_INDICES, BaseCode, Magnitude, Row, labels_of_rows
@@ -234,27 +235,23 @@ class FirstMoment(Recipe):
         step: step of levels, in roots of the restored second moment; without one, in RMS of the row. For
             outer products, a multiple of the default step.
         dead_zone: additional share of a step, on both sides of zero, that becomes zero.
-        source: name of the tensor of second moments, or None.
+        context_tensor: name of the tensor of second moments, or None.
     """
 
     step: float
     dead_zone: float
-    source: str | None = None
+    context_tensor: str | None = None
     name: ClassVar[str] = "first-moment"
     may_be_low_rank: ClassVar[bool] = True
 
     def settings(self) -> dict[str, Setting]:
         return {"step": self.step, "dead_zone": self.dead_zone}
 
-    @property
-    def context_tensor(self) -> str | None:
-        return self.source
-
     def plan(self, tensor: TensorToEncode) -> TensorPlan:
         """Plan a tensor of first moments or momenta, without base, which does not reduce its size."""
         source, run, second = tensor.source, tensor.run, None
-        if self.source is not None and tensor.context_tensors:
-            second = tensor.context_tensors[self.source]
+        if self.context_tensor is not None and tensor.context_tensors:
+            second = tensor.context_tensors[self.context_tensor]
         if source.n_patterns < MIN_LOSSY_VALUES:
             return plan_lossless(source, tensor.base, run, tensor.effort)
         if not _is_finite(source, run):
@@ -397,7 +394,7 @@ def _by_second(second: TensorSource, wanted: FirstMoment, bound: MomentBound | N
     if bound is not None:
         # The smallest second moment of a context is two thirds of its middle; levels may be rounded up.
         most = bound.at_one * math.sqrt(2 / 3) * (1 - 2.0 ** -MANTISSA_BITS[FLOAT_KINDS[second.dtype.name]])
-    return StepContexts((Magnitude(wanted.source),), steps, labels, most / wanted.step)
+    return StepContexts((Magnitude(wanted.context_tensor),), steps, labels, most / wanted.step)
 
 
 def _one_label(begin: int, end: int) -> Labels:
@@ -533,7 +530,7 @@ class FineRounding(Recipe):
         )
         recorded = {"size": chosen.size} if chosen.size else {}
         return replace(
-            plan_lossless(restored, tensor.base, run, tensor.effort), rounding=chosen, recorded=recorded
+            plan_lossless(restored, tensor.base, run, tensor.effort), rounded=restored, recorded=recorded
         )
 
     def _size_for(self, tensor: TensorToEncode) -> float:
@@ -541,12 +538,13 @@ class FineRounding(Recipe):
         source, guide = tensor.source, tensor.guide
         if self.step is None or guide.mean_sensitivity is None or source.dtype.name != "F32":
             return 0.0
-        statistics = TensorStatistics.whole(source, None, guide, tensor.run)
+        statistics = summed(tensor.run, lambda b: TensorStatistics.of(source, None, guide, b), source)
         if statistics.row_sums is None or not statistics.power or statistics.fault(source.dtype):
             return 0.0
         sensitivity = np.array([statistics.row_sums.sum() / statistics.n_patterns])
         step = row_steps(self.step, statistics.spread, sensitivity, guide.mean_sensitivity).steps[0]
-        mean = summed(tensor.run, lambda b: reals(source, *b).sum(), source) / statistics.n_patterns
+        total = summed(tensor.run, lambda b: floats_in(source, *b).sum(dtype=np.float64), source)
+        mean = total / statistics.n_patterns
         step = min(step, MOST_OF_SPREAD * math.sqrt(max(statistics.spread**2 - mean**2, 0.0)))
         return 2.0 ** math.floor(math.log2(step)) if step > LEAST_SIZE else 0.0
 

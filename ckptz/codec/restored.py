@@ -7,7 +7,7 @@ holds only a few plans and chunks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -16,13 +16,12 @@ from numpy.typing import NDArray
 
 from ckptz.codec.chunk import restored_patterns
 from ckptz.codec.tensor_plan import TensorPlan
-from ckptz.format.caches import CachedChunks, Decoded, LRUCache
+from ckptz.format.caches import CachedChunks, Decoded
 from ckptz.format.reader import FrameSource
 from ckptz.format.sources import CHUNK_VALUES, ChunkSources, LazySource, TensorSource, ViewOf
 from ckptz.kernels.floats import Patterns
 
 HELD_BYTES: Final = 192 << 20  # enough for a tensor of 20 million 32-bit patterns and its base
-MAX_PLANS: Final = 32  # twice the default number of threads, as each may plan a pair of tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,29 +73,3 @@ def restored_source(source: TensorSource, base: TensorSource | None, encoding: T
     return LazySource.of(
         source, lambda begin, end: restored_patterns(source, encoding, ChunkSources(begin, end, base))
     )
-
-
-class TensorPlans:
-    """Cache of the encoding plans of tensors that other tensors depend on.
-
-    A thread waits only while another one plans the same tensor. No deadlock is possible, because these
-    tensors depend on no others.
-
-    Args:
-        names: names of the tensors that others depend on.
-    """
-
-    def __init__(self, names: Iterable[str]) -> None:
-        self._names = frozenset(names)
-        self._held: LRUCache[TensorPlan] = LRUCache(MAX_PLANS, lambda _: 1)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._names
-
-    def has(self, name: str) -> bool:
-        """Return whether the plan of a tensor is cached."""
-        return self._held.held(name) is not None
-
-    def encoding(self, name: str, make: Callable[[], TensorPlan]) -> TensorPlan:
-        """Return the plan of a tensor, from the cache or by calling `make`."""
-        return self._held.get(name, make)

@@ -16,9 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.codec.histogram import Histogram
+from ckptz.format.sources import TensorSource
+from ckptz.format.values import FLOAT_KINDS
 from ckptz.kernels import cpu, floats
-from ckptz.kernels.floats import Floats as Floats
-from ckptz.kernels.floats import Patterns
+from ckptz.kernels.floats import Floats, Patterns
 
 Sensitivities = Callable[[int, int, Patterns], Floats]  # (begin, end, patterns) -> sensitivities
 
@@ -26,6 +27,11 @@ Sensitivities = Callable[[int, int, Patterns], Floats]  # (begin, end, patterns)
 def floats_of(patterns: Patterns, kind: int) -> Floats:
     """Convert patterns [n] of kind F32, BF16 or F16 (`ckptz.kernels.floats`) to float32 [n]."""
     return cpu().to_f32(patterns, kind).view(np.float32)
+
+
+def floats_in(source: TensorSource, begin: int, end: int) -> Floats:
+    """Return elements begin..end of a tensor of a dtype in `FLOAT_KINDS` as float32 [end - begin]."""
+    return floats_of(source.patterns(begin, end), FLOAT_KINDS[source.dtype.name])
 
 
 @dataclass(frozen=True, slots=True)

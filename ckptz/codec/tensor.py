@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 
 from ckptz.codec.effort import DEFAULT, Effort
 from ckptz.codec.histogram import Histogram
-from ckptz.codec.sensitivity import Floats, floats_of
+from ckptz.codec.sensitivity import floats_in, floats_of
 from ckptz.format.dtypes import DType
 from ckptz.format.sources import CHUNK_VALUES, Patterns, TensorSource, n_rows_of
 from ckptz.format.sources import MapFunction as MapFunction
 from ckptz.format.values import FLOAT_KINDS
-from ckptz.kernels import cpu, rounding
-from ckptz.kernels.floats import Reals
+from ckptz.kernels import rounding
+from ckptz.kernels.floats import Floats, Reals
 
 T = TypeVar("T")
 MIN_SPREAD: Final = 2.0**-100  # below, intermediate results could be flushed to zero
@@ -45,10 +45,6 @@ class InputCovariance:
     # Returns the float32 or float64 matrix [n, n]; [n_groups, n, n] for grouped convolutions. For embeddings,
     # whose inputs are one-hot, its diagonal [n]: the number of look-ups of each row.
     read: Callable[[], NDArray[Any]]
-
-
-def _floats(source: TensorSource, begin: int, end: int) -> Floats:
-    return floats_of(source.patterns(begin, end), FLOAT_KINDS[source.dtype.name])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,22 +74,18 @@ NO_SIDE_INFORMATION: Final = SideInformation()
 
 @dataclass(frozen=True, slots=True)
 class GuidedSensitivities:
-    """Sensitivities |g*w| of a tensor, computed on demand."""
+    """Sensitivities |g*w| of a tensor, computed on demand; NaN where a squared gradient is negative."""
 
     kind: int  # float type of the tensor's patterns
     gradients: TensorSource  # average gradients or squared gradients, of the tensor's shape
     is_squared: bool  # whether `gradients` are squared
 
-    def gradients_of(self, begin: int, end: int) -> Floats:
-        """Return the magnitudes of gradients, float32 [end - begin]; NaN where a square is negative."""
-        values = _floats(self.gradients, begin, end)
-        with np.errstate(all="ignore"):
-            return np.sqrt(values) if self.is_squared else np.abs(values)
-
     def __call__(self, begin: int, end: int, patterns: Patterns) -> Floats:
         """Compute |g*w| for patterns begin..end, float32 [end - begin]."""
+        gradients = floats_in(self.gradients, begin, end)
         with np.errstate(all="ignore"):
-            return self.gradients_of(begin, end) * np.abs(floats_of(patterns, self.kind))
+            magnitudes = np.sqrt(gradients) if self.is_squared else np.abs(gradients)
+            return magnitudes * np.abs(floats_of(patterns, self.kind))
 
 
 def sensitivities_of(source: TensorSource, guide: SideInformation) -> GuidedSensitivities | None:
@@ -145,26 +137,19 @@ class TensorStatistics:
     is_measured: bool  # whether all second moments are finite and not negative
 
     @classmethod
-    def whole(
-        cls, source: TensorSource, base: TensorSource | None, guide: SideInformation, run: MapFunction
-    ) -> TensorStatistics:
-        """Measure a non-empty tensor; `run` maps over chunks."""
-        return summed(run, lambda b: cls.of(source, base, guide, b), source)
-
-    @classmethod
     def of(
         cls, source: TensorSource, base: TensorSource | None, guide: SideInformation, bounds: Bounds
     ) -> TensorStatistics:
         """Measure one chunk."""
-        kind = FLOAT_KINDS[source.dtype.name]
-        values = floats_of(source.patterns(*bounds), kind)
-        others = None if base is None else floats_of(base.patterns(*bounds), kind)
-        largest = max(_largest(values), 0 if others is None else _largest(others))
+        values = floats_in(source, *bounds)
+        others = None if base is None else floats_in(base, *bounds)
+        # Patterns of magnitudes: those of infinities and NaNs are above all numbers.
+        largest = max(rounding().largest(f.view(np.uint32)) for f in (values, others) if f is not None)
         squares, row_sums = guide.second_moment or guide.gradient, None
         sensitivity_sum, is_measured = 0.0, True
         if squares is not None:
             n_rows, is_root = n_rows_of(source.shape), guide.second_moment is None
-            given = floats_of(squares.patterns(*bounds), FLOAT_KINDS[squares.dtype.name])
+            given = floats_in(squares, *bounds)
             row_patterns, row_sums = source.n_patterns // n_rows, np.zeros(n_rows)
             sensitivity_sum, is_measured = rounding().sensitivities(
                 values, given, is_root, bounds[0], row_patterns, row_sums
@@ -211,11 +196,6 @@ class TensorStatistics:
         return ""
 
 
-def reals(source: TensorSource, begin: int, end: int) -> Reals:
-    """Return elements begin..end of a tensor of a dtype in `FLOAT_KINDS` as float64 [end - begin]."""
-    return values_of(source.patterns(begin, end), source.dtype)
-
-
 def mean_sensitivity_of(pairs: Iterable[tuple[TensorSource, TensorSource]]) -> float | None:
     """Compute the mean of second moment times squared weight, from at most one chunk of each tensor.
 
@@ -232,9 +212,9 @@ def mean_sensitivity_of(pairs: Iterable[tuple[TensorSource, TensorSource]]) -> f
             continue
         begin = n // 2 // CHUNK_VALUES * CHUNK_VALUES
         bounds = (begin, min(begin + CHUNK_VALUES, n))
-        squares = _floats(moments, *bounds)
+        squares = floats_in(moments, *bounds)
         with np.errstate(invalid="ignore"):
-            products = np.square(_floats(weight, *bounds), dtype=np.float64)
+            products = np.square(floats_in(weight, *bounds), dtype=np.float64)
             products *= squares
             power = float(products.sum())
         # A sum of float64 products of finite float32 values cannot overflow.
@@ -242,17 +222,3 @@ def mean_sensitivity_of(pairs: Iterable[tuple[TensorSource, TensorSource]]) -> f
             total += power * n / len(products)
             n_patterns += n
     return total / n_patterns if total > 0 else None
-
-
-def _largest(values: Floats) -> int:
-    """Return the pattern of the greatest magnitude; infinities and NaNs are above all numbers."""
-    pattern: int = rounding().largest(values.view(np.uint32))
-    return pattern
-
-
-def values_of(patterns: Patterns, dtype: DType) -> Reals:
-    """Convert patterns [n] of a dtype in `FLOAT_KINDS` to values, float64 [n]."""
-    f32_patterns = cpu().to_f32(patterns, FLOAT_KINDS[dtype.name])
-    with np.errstate(invalid="ignore"):  # signalling NaN
-        values: Reals = f32_patterns.view(np.float32).astype(np.float64)
-    return values

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final, Protocol, Self
+from typing import Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,10 +16,8 @@ from ckptz.codec.quantizer import Quantizer
 from ckptz.format.context_rules import MAX_TABLES, N_MAGNITUDE_CONTEXTS, Labels
 from ckptz.format.frequency import normalise, row_cost_bits
 from ckptz.format.plan import Plan, PlaneMode, StreamTables, kernel_mode
-from ckptz.format.sources import MapFunction as MapFunction
 from ckptz.format.sources import TensorSource
 from ckptz.kernels import cpu
-from ckptz.kernels.floats import Patterns
 
 # Measured size of a packed frequency table, which one more table must save.
 TABLE_COST_BITS_PER_SYMBOL: Final = 6.0
@@ -81,18 +79,13 @@ def plane_counts(
     return [ContextCounts.of(labels, plane, N_MAGNITUDE_CONTEXTS) for plane in planes[n_random:]]
 
 
-def share_tables(
-    counted: ContextCounts, n_contexts: int, most: int = MAX_TABLES
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Merge adjacent contexts while one table for both costs less than two.
+def stream_tables(counted: ContextCounts, n_contexts: int, most: int = MAX_TABLES) -> StreamTables:
+    """Build frequency tables; adjacent contexts share one while it costs less than two.
 
     Args:
         counted: occurrences of each code in each context; not empty.
         n_contexts: number of contexts in the frame.
         most: maximum number of tables.
-
-    Returns:
-        Counts of each table [n_tables, 256] and the table of each context [n_contexts].
     """
     ends = np.array([len(counted.counts)])
     group_of, sums, _ = cpu().merge_rows(
@@ -100,21 +93,7 @@ def share_tables(
     )
     # Unused contexts get the table of the context before them, so that runs of equal tables are long.
     before = np.searchsorted(counted.contexts, np.arange(n_contexts), side="right") - 1
-    return sums, group_of[np.maximum(before, 0)]
-
-
-def stream_tables(counted: ContextCounts, n_contexts: int) -> StreamTables:
-    """Build frequency tables that contexts share, from the occurrences of each code in each context."""
-    table_counts, table_of = share_tables(counted, n_contexts)
-    return StreamTables(normalise(table_counts), table_of)
-
-
-class PatternRounding(Protocol):
-    """A rounding of patterns before they are split into byte planes, without codes or levels."""
-
-    def rounded(self, patterns: Patterns, kind: int, begin: int) -> Patterns:
-        """Round patterns [n] of float type `kind`, elements of a tensor from `begin` on."""
-        ...
+    return StreamTables(normalise(sums), group_of[np.maximum(before, 0)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,5 +113,5 @@ class TensorPlan:
     is_sparse: bool = False  # encode the positions of changes in chunks where few patterns changed
     # Settings that planning chose, added to those of the recipe in the file's record.
     recorded: Mapping[str, int | float | bool | str] = field(default_factory=dict)
-    # Planes domain: rounding of patterns before they are split into planes, or None.
-    rounding: PatternRounding | None = None
+    # Planes domain: the tensor with rounded values, whose patterns are encoded, or None.
+    rounded: TensorSource | None = None

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ckptz.codec.moved import MovedSource, Moves
 from ckptz.codec.restored import HELD_BYTES, CachedTensor
-from ckptz.codec.sensitivity import floats_of
+from ckptz.codec.sensitivity import floats_in, floats_of
 from ckptz.codec.tensor import SideInformation
 from ckptz.format.caches import CachedChunks
 from ckptz.format.sources import LazySource, TensorSource
@@ -118,13 +118,13 @@ class LostMomentum:
 
     def moves(self, begin: int, end: int) -> Sample:
         """Compute the lost updates of elements begin..end, float32 [end - begin]."""
-        squares = None if self.second is None else _values(self.second, begin, end)
-        moves = self.decay.moves(_values(self.moment, begin, end), squares)
+        squares = None if self.second is None else floats_in(self.second, begin, end)
+        moves = self.decay.moves(floats_in(self.moment, begin, end), squares)
         if self.restored is None:
             return moves
         if self.restored_second is not None:
-            squares = _values(self.restored_second, begin, end)
-        return moves - self.decay.moves(_values(self.restored, begin, end), squares)
+            squares = floats_in(self.restored_second, begin, end)
+        return moves - self.decay.moves(floats_in(self.restored, begin, end), squares)
 
     def sample(self) -> Sample:
         """Compute the lost updates of the elements that `UpdateTracker` samples, float32 [n]."""
@@ -352,7 +352,7 @@ def stride_of(n: int) -> int:
 
 
 def _sampled(source: TensorSource) -> Sample:
-    return _at_samples(source, lambda begin, end: _values(source, begin, end))
+    return _at_samples(source, lambda begin, end: floats_in(source, begin, end))
 
 
 def _at_samples(source: TensorSource, values: Callable[[int, int], Sample]) -> Sample:
@@ -363,7 +363,3 @@ def _at_samples(source: TensorSource, values: Callable[[int, int], Sample]) -> S
 
 def _rms(sample: Sample) -> float:
     return float(np.sqrt(np.square(sample, dtype=np.float64).mean())) if len(sample) else 0.0
-
-
-def _values(source: TensorSource, begin: int, end: int) -> Sample:
-    return floats_of(source.patterns(begin, end), FLOAT_KINDS[source.dtype.name])

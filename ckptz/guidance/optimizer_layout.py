@@ -18,7 +18,7 @@ import numpy as np
 
 from ckptz.codec.coded import CodedSource
 from ckptz.codec.method import MOMENT_ROLES
-from ckptz.codec.sensitivity import floats_of
+from ckptz.codec.sensitivity import floats_in
 from ckptz.errors import ConfigError
 from ckptz.format.sources import TensorSource
 from ckptz.format.values import FLOAT_KINDS
@@ -243,7 +243,7 @@ def _number(value: Any, tensors: Mapping[str, TensorSource]) -> Any:
     source = tensors[value.name]
     if source.shape or source.dtype.name not in FLOAT_KINDS:
         return source
-    return float(floats_of(source.patterns(0, 1), FLOAT_KINDS[source.dtype.name])[0])
+    return float(floats_in(source, 0, 1)[0])
 
 
 def _refs(node: Any) -> Iterator[TensorRef]:

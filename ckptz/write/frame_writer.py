@@ -17,11 +17,11 @@ from ckptz.codec.chunk import Deviation, EncodedChunk, encode_chunk
 from ckptz.codec.effort import Effort, effort_of
 from ckptz.codec.method import Recipe, Setting
 from ckptz.codec.moved import MovedSource, Moves
-from ckptz.codec.restored import HELD_BYTES, CachedTensor, TensorPlans, restored_source
+from ckptz.codec.restored import HELD_BYTES, CachedTensor, restored_source
 from ckptz.codec.tensor import NO_SIDE_INFORMATION, Bounds, MapFunction, TensorStatistics, TensorToEncode
 from ckptz.codec.tensor_plan import TensorPlan
 from ckptz.format.bits import xxh64
-from ckptz.format.caches import CachedChunks
+from ckptz.format.caches import CachedChunks, LRUCache
 from ckptz.format.dtypes import DType
 from ckptz.format.frame import ChunkRecord, FrameHeader, header_bytes, pack_plan
 from ckptz.format.index import LossyRecord, TensorEntry
@@ -43,6 +43,7 @@ LEAST_BATCH: Final = CHUNK_VALUES // 4  # patterns
 BATCHES: Final = 4  # minimum number per thread, so that no thread runs out of work early
 SMALL_VALUES_TOGETHER: Final = 1 << 13  # like `SMALL_VALUES`, for chunks that are encoded in one batch
 MOVED: Final = "moved"  # key in records: the applied share of the momentum correction
+MAX_PLANS: Final = 32  # twice the default number of threads, as each may plan a pair of tensors
 MOST_IN_BATCH: Final = 64  # tensors in a batch at most, since each has a header
 
 
@@ -100,7 +101,10 @@ class FilePlan:
     effort: Effort = field(init=False)
     notes: dict[str, str] = field(default_factory=dict, init=False)
     _chunks: CachedChunks = field(init=False)
-    _shared: TensorPlans = field(init=False)
+    _needed: frozenset[str] = field(init=False)  # names of the tensors that contexts of others depend on
+    # Their plans. A thread waits only while another one plans the same tensor. No deadlock is possible,
+    # because these tensors depend on no others.
+    _plans: LRUCache[TensorPlan] = field(init=False)
     # Plans of first moments, which the momentum correction needs: small, as they are few vectors.
     _preplanned: dict[str, TensorPlan] = field(default_factory=dict, init=False)
     _movement: float | None = field(default=None, init=False)  # mean over all tensors with joint recipes
@@ -110,7 +114,8 @@ class FilePlan:
         self.tensors, self.effort = dict(self.job.tensors), effort_of(self.job.effort)
         self._chunks = CachedChunks(HELD_BYTES)
         sources = (self.recipes[name].context_tensor for name in self.tensors)
-        self._shared = TensorPlans(name for name in sources if name is not None)
+        self._needed = frozenset(name for name in sources if name is not None)
+        self._plans = LRUCache(MAX_PLANS, lambda _: 1)
 
     @classmethod
     def of(cls, job: WriteJob, earlier: Earlier | None = None, draw: int = 0) -> Self:
@@ -179,7 +184,7 @@ class FilePlan:
         if name in self._preplanned:
             return self._preplanned[name]
         make = functools.partial(self._planned, name, base, context_tensors, run)
-        return self._shared.encoding(name, make) if name in self._shared else make()
+        return self._plans.get(name, make) if name in self._needed else make()
 
     def _planned(
         self, name: str, base: TensorSource | None, context_tensors: Tensors, run: MapFunction
@@ -283,12 +288,13 @@ def _lossy_record(
     if isinstance(source, MovedSource):
         moved[MOVED] = _brief(source.share)
     escape = None if quant_map is None else quant_map.escape_code
+    prunes = recipe.partitions is not None and recipe.partitions.prune > 0
     return LossyRecord(
         method=recipe.name,
         role=role.role,
         layer_type=role.layer_type,
         settings=recipe.settings() | dict(encoding.recorded) | moved,
-        n_pruned=_n_pruned(quant_map, deviation) if recipe.prunes and quant_map is not None else 0,
+        n_pruned=_n_pruned(quant_map, deviation) if prunes and quant_map is not None else 0,
         n_protected=0 if escape is None else int(deviation.counts[escape]),
         # The difference of two floats of very different size is rounded in double, so the bound is rounded
         # up.

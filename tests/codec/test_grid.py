@@ -82,7 +82,7 @@ def test_rows_with_hardly_a_gradient_get_the_largest_step_and_no_more() -> None:
     assert (chosen > 0).all()
     assert chosen.max() <= SPREAD_CAP * 0.5
     assert chosen[0] == chosen[1] == chosen.max() > SPREAD_CAP * 0.5 / 1.42
-    assert rows.n_contexts <= MAX_ROW_CLASSES
+    assert len(rows.steps) <= MAX_ROW_CLASSES
 
 
 def test_rows_that_never_had_a_gradient_get_the_step_of_weights_of_which_nothing_is_known() -> None:

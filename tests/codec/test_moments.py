@@ -28,11 +28,11 @@ from ckptz.codec.moment_maps import (
     row_labels,
 )
 from ckptz.codec.moments import FineRounding, Moments, SecondMoment
-from ckptz.codec.restored import MAX_PLANS, CachedTensor, TensorPlans
+from ckptz.codec.restored import CachedTensor
 from ckptz.codec.rounding_rule import RoundingRule
 from ckptz.codec.tensor import TensorToEncode
 from ckptz.codec.tensor_plan import TensorPlan
-from ckptz.format.caches import CachedChunks
+from ckptz.format.caches import CachedChunks, LRUCache
 from ckptz.format.context_rules import Magnitude, Row
 from ckptz.format.dtypes import dtype_of
 from ckptz.format.frame import outer_bytes, pack_plan
@@ -436,7 +436,7 @@ def test_jobs_and_order_change_no_byte_and_chunks_agree(tmp_path: Path) -> None:
 
 
 def test_a_plan_is_made_once_for_threads_that_want_it_together() -> None:
-    book, made, entered = TensorPlans(["a"]), [], threading.Barrier(4)
+    plans, made, entered = LRUCache(9, lambda _: 1), [], threading.Barrier(4)
 
     def make() -> TensorPlan:
         made.append("a")
@@ -444,7 +444,7 @@ def test_a_plan_is_made_once_for_threads_that_want_it_together() -> None:
 
     def ask() -> None:
         entered.wait()
-        book.encoding("a", make)
+        plans.get("a", make)
 
     threads = [threading.Thread(target=ask) for _ in range(4)]
     for thread in threads:
@@ -452,18 +452,14 @@ def test_a_plan_is_made_once_for_threads_that_want_it_together() -> None:
     for thread in threads:
         thread.join()
     assert made == ["a"]
-    assert "a" in book
-    assert "b" not in book
 
 
 def test_plans_of_long_ago_are_let_go() -> None:
-    made, names = list[str](), [str(i) for i in range(MAX_PLANS + 1)]
-    book, encoding = TensorPlans(names), TensorPlan(exact_plan(dtype_of("F32")))
-    for name in (*names, names[-1], names[0]):
-        book.encoding(name, lambda name=name: made.append(name) or encoding)
-    assert made == [*names, names[0]]
-    assert book.has(names[0])
-    assert not book.has(names[1])
+    made, names = list[str](), ["a", "b", "c"]
+    plans, encoding = LRUCache(2, lambda _: 1), TensorPlan(exact_plan(dtype_of("F32")))
+    for name in (*names, "c", "a", "c", "b"):
+        plans.get(name, lambda name=name: made.append(name) or encoding)
+    assert made == [*names, "a", "b"]
 
 
 class Counting(TensorSource):

@@ -13,7 +13,6 @@ from ckptz.codec.chunk import MAX_SPARSE_SHARE
 from ckptz.codec.grid import Grid
 from ckptz.codec.kmeans import KMeans
 from ckptz.codec.lossless import Lossless
-from ckptz.codec.restored import MAX_PLANS
 from ckptz.errors import ChecksumError, ConfigError, CorruptionError, TruncatedError, UnsupportedError
 from ckptz.format.byte_source import MemoryBytes
 from ckptz.format.caches import Decoded
@@ -25,6 +24,7 @@ from ckptz.format.sources import CHUNK_VALUES, ArraySource, TensorSource
 from ckptz.format.written import Written, amend_metadata, amend_quality
 from ckptz.parallel import Workers
 from ckptz.write import writer
+from ckptz.write.frame_writer import MAX_PLANS
 from ckptz.write.inline_writer import NeededBase, write_inline
 from ckptz.write.job import WriteJob
 from tests.support.spec_cases import base_coded, embedded, varint, with_codes

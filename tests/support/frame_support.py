@@ -8,12 +8,11 @@ from hypothesis import strategies as st
 
 from ckptz.codec.chunk import EncodedChunk, encode_chunk
 from ckptz.codec.quantizer import Quantizer
-from ckptz.codec.tensor_plan import ContextCounts, TensorPlan, share_tables
+from ckptz.codec.tensor_plan import ContextCounts, TensorPlan, stream_tables
 from ckptz.format.context_rules import BaseCode, Block, ContextRule, Magnitude, Row, n_contexts_of
 from ckptz.format.decode import decode_chunk
 from ckptz.format.dtypes import DType, dtype_of
 from ckptz.format.frame import FrameHeader, header_bytes, pack_plan
-from ckptz.format.frequency import normalise
 from ckptz.format.plan import (
     AnyOuter,
     AnyTable,
@@ -310,5 +309,4 @@ def _tables(
     np.add.at(counts, (rng.integers(0, n_contexts, 4 * len(codes)), np.resize(codes, 4 * len(codes))), 50)
     counts[:, np.unique(codes)] += 1  # every context has a frequency for every code
     found = ContextCounts(np.arange(n_contexts), counts)
-    table_counts, table_of = share_tables(found, n_contexts, most=3)
-    return (StreamTables(np.stack([normalise(row) for row in table_counts]), table_of),)
+    return (stream_tables(found, n_contexts, most=3),)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ckptz.codec.chunk import MAX_SPARSE_SHARE, EncodedChunk, encode_chunk
-from ckptz.codec.lossless import Lossless, plan_sparse
+from ckptz.codec.lossless import SPARSE, Lossless
+from ckptz.codec.tensor import TensorToEncode
 from ckptz.errors import CorruptionError, FormatError, MissingBaseError
 from ckptz.format.decode import decode_chunk, read_changes
 from ckptz.format.dtypes import DTYPES, dtype_of
@@ -37,7 +38,7 @@ def frame_of(patterns: Array, base: Array, name: str = "BF16") -> tuple[FrameHea
     """A tensor of one chunk, planned and encoded as the publisher does it."""
     dtype = dtype_of(name)
     source, old = ArraySource(dtype, (len(patterns),), patterns), ArraySource(dtype, (len(base),), base)
-    encoding = plan_sparse(source, old)
+    encoding = SPARSE.plan(TensorToEncode(source, old))
     chunk = encode_chunk(source, encoding, ChunkSources(0, len(patterns), old))
     return FrameHeader(dtype, source.shape, encoding.plan, (chunk.record,)), chunk
 
