@@ -128,8 +128,8 @@ ARMS: Final[Mapping[str, Arm]] = {
     "grid, full files as coarse": Arm(config=Grid(full_step=0.5)),
     "grid, no bound by movement": Arm(config=Grid(most_moves=1024.0)),
     "grid, fitted levels": Arm(config=Grid(), replaced={"ckptz.codec.grid.encoding_of": _fitted}),
-    "grid, small weights as coarse": Arm(config=Grid(), replaced={"ckptz.codec.moments.FINE": 1.0}),
-    "grid, small weights to 10 bits": Arm(config=Grid(), replaced={"ckptz.codec.moments.FINE": 2.0**-20}),
+    "grid, small weights as coarse": Arm(config=Grid(), replaced={"ckptz.codec.grid.FINE": 1.0}),
+    "grid, small weights to 10 bits": Arm(config=Grid(), replaced={"ckptz.codec.grid.FINE": 2.0**-20}),
     "grid, first levels": Arm(
         config=Grid(),
         replaced={"ckptz.codec.moments.best_log_levels": lambda distances, step: LogLevels(step)},

@@ -32,7 +32,7 @@ from ckptz.codec.method import (
     is_large_weight,
     register,
 )
-from ckptz.codec.moments import MOMENTS, Moments, state_recipes
+from ckptz.codec.moments import MOMENTS, FineRounding, Moments, recipe_of_state
 from ckptz.codec.rounding_rule import RoundingRule, middle_chunk, sampled
 from ckptz.codec.sensitivity import floats_in
 from ckptz.codec.tensor import SideInformation, TensorStatistics, TensorToEncode, summed
@@ -42,6 +42,7 @@ from ckptz.format.context_rules import MAX_INDICES, Row
 from ckptz.format.dtypes import DType
 from ckptz.format.plan import LinearTable
 from ckptz.format.sources import Stored, TensorSource, n_rows_of
+from ckptz.format.values import FLOAT_KINDS
 from ckptz.state.roles import Role
 
 # For full files and deltas, measured on the run of the demo: 4 to 9 % fewer bits without measurable loss.
@@ -49,6 +50,7 @@ from ckptz.state.roles import Role
 # zone, a larger step gives the same size at less loss; on a larger run, 0.2 saves 1.5 % of a file at equal
 # weighted error. Full files use the step of their deltas: 0.7 of it saves 0.1 %, 1.4 of it costs 4.2 %.
 DEAD_ZONE: Final = 0.1
+FINE: Final = 1 / 8  # of the step, for small weights
 MIN_ROW_VALUES: Final = 32  # labels of shorter rows would take more bits than they save
 MAX_SECOND_STEP: Final = 8.0  # octaves: Adam's updates are then up to 4 times too large
 MAX_FIRST_STEP: Final = 64.0
@@ -260,9 +262,27 @@ class Grid(Method):
         is_trained = bool(trained) or any(roles[name].role in MOMENT_ROLES for name in tensors)
         if self.purpose == "auto" and is_trained:
             weights = replace(self, purpose="resume")
+        chosen = Method.recipes(weights, tensors, roles)
         if self.moments is None:
-            return Method.recipes(weights, tensors, roles)
-        return state_recipes(tensors, roles, trained, self.moments, weights, self.step)
+            return chosen
+        floats = {name: source for name, source in tensors.items() if source.dtype.name in FLOAT_KINDS}
+        trained = {
+            *trained,
+            *(roles[n].parameter for n in tensors if roles[n].role not in ("weight", "other")),
+        }
+        second = {
+            (roles[name].parameter, source.shape): name
+            for name, source in floats.items()
+            if roles[name].role == "exp_avg_sq"
+        }
+        for name, source in floats.items():
+            role = roles[name]
+            # Untrained tensors stay exact: buffers may be, for example, frequencies of a positional encoding.
+            if role.role == "weight" and not chosen[name].is_lossy and role.parameter in trained:
+                chosen[name] = FineRounding(step=FINE * self.step)
+            elif (recipe := recipe_of_state(role, source.shape, self.moments, second)) is not None:
+                chosen[name] = recipe
+        return chosen
 
     def for_restarts(self, n: int, *, is_guided: bool = True, late_factor: float = 1.0) -> Self:
         """Return finer steps for more restarts, since each restart adds a loss that grows with the step.

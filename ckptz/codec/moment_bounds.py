@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ckptz.codec.sensitivity import floats_in, floats_of
 from ckptz.format.sources import TensorSource
 from ckptz.kernels import cpu, moments
-from ckptz.kernels.floats import Patterns
+from ckptz.kernels.floats import Floats, Patterns
 
 MARGIN: Final = 1 - 2.0**-20  # of the bound, so that comparisons in float32 hold as well
 
@@ -39,9 +39,8 @@ class MomentBound:
         """Return the largest magnitude for a second moment of 1."""
         return MARGIN * self.ratio
 
-    def limits(self, begin: int, end: int) -> NDArray[np.float64]:
-        """Return the bounds of elements begin..end, float64 [end - begin]; NaN where there is none."""
-        squares = floats_in(self.second, begin, end)
+    def _limits(self, squares: Floats) -> NDArray[np.float64]:
+        """Return the bounds for second moments [n], float64 [n]; NaN where there is none."""
         with np.errstate(invalid="ignore"):
             limits: NDArray[np.float64] = self.at_one * np.sqrt(squares, dtype=np.float64)
         return limits
@@ -56,8 +55,9 @@ class MomentBound:
     def powers(self, begin: int, patterns: Patterns, kind: int) -> Patterns:
         """Round patterns [n] from `begin` on down to powers of two within their bound."""
         values = floats_of(patterns, kind)
-        limits = np.fmin(np.abs(values), self.limits(begin, begin + len(patterns)))
-        is_large = limits * 2 > self.limits(begin, begin + len(patterns))
+        most = self._limits(floats_in(self.second, begin, begin + len(patterns)))
+        limits = np.fmin(np.abs(values), most)
+        is_large = limits * 2 > most
         with np.errstate(all="ignore"):
             powers = np.exp2(np.floor(np.log2(limits)))
         signed = np.where(is_large & (limits > 0), np.copysign(powers, values), 0).astype(np.float32)
@@ -69,8 +69,8 @@ class MomentBound:
         at = np.flatnonzero(self.is_beyond(begin, patterns, kind))
         if not len(at):
             return patterns
-        values = floats_of(patterns[at], kind)
-        cut = np.copysign(self.limits(begin, begin + len(patterns))[at], values).astype(np.float32)
+        limits = self._limits(floats_in(self.second, begin, begin + len(patterns))[at])
+        cut = np.copysign(limits, floats_of(patterns[at], kind)).astype(np.float32)
         out = patterns.copy()
         out[at] = cpu().from_f32(cut.view(np.uint32), kind)
         return out

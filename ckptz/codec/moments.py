@@ -22,7 +22,7 @@ tensor. Their steps are an eighth of those of large weights: so few elements nee
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
 
@@ -33,7 +33,7 @@ from ckptz.codec.chunk import restored_patterns
 from ckptz.codec.grid_steps import row_steps
 from ckptz.codec.lossless import MIN_CONTEXT_VALUES, counts_by_base, exact_with_note, plan_lossless, sums_by
 from ckptz.codec.low_rank import low_rank
-from ckptz.codec.method import Method, Recipe, Setting
+from ckptz.codec.method import Recipe, Setting
 from ckptz.codec.moment_bounds import MomentBound
 from ckptz.codec.moment_codes import (
     Labels,
@@ -84,7 +84,6 @@ MAX_EXCEPTIONS: Final = 0.25  # share of elements; with more of them, levels do 
 SAMPLE_VALUES: Final = (
     1 << 12
 )  # sample for the choice of a prediction; 1 << 14 saved 0.1 % of a delta for 4 % of its time
-FINE: Final = 1 / 8  # of the step of grids, for small tensors
 MOST_OF_SPREAD: Final = 1 / 8  # largest step of a small tensor, in standard deviations
 LEAST_SIZE: Final = 2.0**-100  # below, intermediate results could be flushed to zero
 BASE_BIAS: Final = 0.97  # size with a base relative to without that pays, as readers must find and decode it
@@ -128,11 +127,9 @@ class SecondMoment(Recipe):
             return exact_with_note(tensor, fault)
         sample = _Sample.of(source, tensor.base)
         step = log_level_step(self.step, FLOAT_KINDS[source.dtype.name])
-        best = min(
-            (sample.candidate(prediction, step) for prediction in _predictions(tensor)),
-            key=lambda candidate: candidate.predicted_bits,
-        )
-        return _second_plan(tensor, best)
+        candidates = [sample.candidate(prediction, step) for prediction in _predictions(tensor)]
+        _, quantizer, is_by_base = min(candidates, key=lambda candidate: candidate[0])
+        return _second_plan(tensor, quantizer, is_by_base)
 
 
 def _predictions(tensor: TensorToEncode) -> Iterator[Prediction]:
@@ -149,73 +146,79 @@ def _predictions(tensor: TensorToEncode) -> Iterator[Prediction]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Candidate:
-    """A prediction with its levels, and the size extrapolated from a sample."""
-
-    prediction: Prediction
-    log_levels: LogLevels
-    predicted_bits: float
-    n_base_codes: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class _Sample:
-    """Patterns of the middle chunk at a regular stride, and the base's codes at these positions."""
+    """Second moments of the middle chunk at a regular stride, and the base's codes of them.
 
-    source: TensorSource
+    Attributes:
+        bounds: first and last pattern of the chunk.
+        stride: distance of the sampled elements.
+        scale: elements of the tensor per sampled one.
+        is_live: whether each sampled element is above zero [n].
+        ordered: ordered patterns of those above zero [n_live].
+        base_codes: codes of the base for them [n_live], or None.
+    """
+
     bounds: Bounds
     stride: int
-    patterns: Patterns
+    scale: float
+    is_live: NDArray[np.bool_]
+    ordered: Reals
     base_codes: NDArray[np.uint8] | None
-    n_base_codes: int | None
 
     @classmethod
     def of(cls, source: TensorSource, base: TensorSource | None) -> _Sample:
         begin = source.n_patterns // 2 // CHUNK_VALUES * CHUNK_VALUES
         end = min(begin + CHUNK_VALUES, source.n_patterns)
         stride = -(-(end - begin) // SAMPLE_VALUES)
-        n_codes = None if base is None else base.n_codes
-        codes = base.codes(begin, end) if base is not None and n_codes else None
-        codes = None if codes is None else codes[::stride]
-        return cls(source, (begin, end), stride, source.patterns(begin, end)[::stride], codes, n_codes)
+        patterns = source.patterns(begin, end)[::stride]
+        is_live = patterns != 0
+        codes = base.codes(begin, end) if base is not None and base.n_codes else None
+        codes = None if codes is None else codes[::stride][is_live]
+        ordered = floats.order(patterns[is_live]).astype(np.float64)
+        return cls((begin, end), stride, source.n_patterns / len(patterns), is_live, ordered, codes)
 
-    def candidate(self, prediction: Prediction, step: int) -> _Candidate:
-        """Fit levels to a prediction, with or without the base's codes as contexts, whichever is smaller."""
-        is_live = self.patterns != 0
-        distances = floats.order(self.patterns[is_live]).astype(np.float64)
-        predicted = prediction.patterns(*self.bounds)[:: self.stride]
-        zero = float(1 << (8 * self.patterns.itemsize - 1))
-        distances -= floats.order(predicted[is_live]) if len(predicted) else zero
-        log_levels = best_log_levels(distances, step) if len(distances) else LogLevels(step)
-        scale = self.source.n_patterns / len(self.patterns)
-        bits = log_levels.bits(distances) * scale if len(distances) else 0.0
+    def candidate(self, prediction: Prediction, step: int) -> tuple[float, LogLevelQuantizer, bool]:
+        """Fit levels to a prediction, with or without the base's codes as contexts, whichever is smaller.
+
+        Returns:
+            The size in bits of the tensor, the quantizer, and whether contexts are the base's codes.
+        """
         side_bits = 0 if prediction.outer is None else 8 * outer_bytes(prediction.outer)
-        in_contexts = math.inf
-        if self.base_codes is not None and len(distances):
-            in_contexts = log_levels.bits(distances, self.base_codes[is_live]) * scale
+        if not len(self.ordered):
+            return side_bits, LogLevelQuantizer(prediction, LogLevels(step)), False
+        predicted = prediction.patterns(*self.bounds)
+        # The ordered pattern of zero is that of the sign bit alone.
+        zero = 1 << (31 if prediction.kind == floats.F32 else 15)
+        origin = floats.order(predicted[:: self.stride][self.is_live]) if len(predicted) else zero
+        distances = self.ordered - origin
+        log_levels = best_log_levels(distances, step)
+        quantizer = LogLevelQuantizer(prediction, log_levels)
+        bits, in_contexts = log_levels.bits(distances) * self.scale, math.inf
+        if self.base_codes is not None:
+            in_contexts = log_levels.bits(distances, self.base_codes) * self.scale
         bias = 1.0 if prediction.predictor is not Predictor.BASE else BASE_BIAS
         if in_contexts < bits * BASE_BIAS * bias:
-            return _Candidate(prediction, log_levels, in_contexts / BASE_BIAS + side_bits, self.n_base_codes)
-        return _Candidate(prediction, log_levels, bits / bias + side_bits)
+            return in_contexts / BASE_BIAS + side_bits, quantizer, True
+        return bits / bias + side_bits, quantizer, False
 
 
-def _second_plan(tensor: TensorToEncode, chosen: _Candidate) -> TensorPlan:
-    source, base, run = tensor.source, tensor.base, tensor.run
-    prediction, n_contexts = chosen.prediction, chosen.n_base_codes or 1
-    quantizer = LogLevelQuantizer(prediction, chosen.log_levels)
+def _second_plan(tensor: TensorToEncode, quantizer: LogLevelQuantizer, is_by_base: bool) -> TensorPlan:
+    """Plan the levels of a prediction, with the codes of the base as contexts if `is_by_base`."""
+    source, base, run, prediction = tensor.source, tensor.base, tensor.run, quantizer.prediction
+    n_contexts = (base.n_codes if base is not None and is_by_base else None) or 1
     measured: LogLevelSums = sums_by(quantizer, source, run)
     if measured.n_exceptions > MAX_EXCEPTIONS * source.n_patterns:
         return plan_lossless(source, base, run, tensor.effort)
     level_range = measured.level_range()
     quantizer = replace(quantizer, level_range=level_range)
-    levels = measured.levels(chosen.log_levels, level_range, prediction)
+    levels = measured.levels(quantizer.log_levels, level_range, prediction)
     plan = Plan(
         quant_map=second_map(levels, level_range, prediction.kind, n_contexts),
         domain=Domain.BITS,
         predictor=prediction.predictor,
         outer=prediction.outer,
     )
-    if base is None or chosen.n_base_codes is None:
+    if base is None or not is_by_base:
         return TensorPlan(plan, quantizer)
     joint = counts_by_base(source, base, quantizer, run)
     plan = replace(plan, rules=(BaseCode(n_contexts),), tables=(stream_tables(joint, n_contexts),))
@@ -587,48 +590,13 @@ class Moments:
 MOMENTS: Final = Moments()
 
 
-def state_recipes(
-    tensors: Mapping[str, TensorSource],
-    roles: Mapping[str, Role],
-    trained: Collection[str],
-    moments: Moments,
-    weights: Method,
-    step: float,
-) -> dict[str, Recipe]:
-    """Return the recipe of each tensor of a training state, by name.
-
-    Args:
-        tensors: the tensors of the file.
-        roles: the role of each tensor.
-        trained: parameters whose moments are in another file.
-        moments: settings of optimizer state.
-        weights: method that chooses the recipes of large weights.
-        step: multiple of the reference step, for small weights.
-    """
-    trained, second = set(trained), {}  # trained parameters; name of the second moment by parameter and shape
-    for name, source in tensors.items():
-        role = roles[name]
-        if role.role not in ("weight", "other"):
-            trained.add(role.parameter)
-        if role.role == "exp_avg_sq" and source.dtype.name in FLOAT_KINDS:
-            second[role.parameter, source.shape] = name
-    chosen = {}
-    for name, source in tensors.items():
-        role, shape = roles[name], source.shape
-        recipe = weights.recipe(role, source.dtype, shape)
-        if source.dtype.name in FLOAT_KINDS:
-            # Untrained tensors stay exact: buffers may be, for example, frequencies of a positional encoding.
-            if role.role == "weight" and not recipe.is_lossy and role.parameter in trained:
-                recipe = FineRounding(step=FINE * step)
-            recipe = _of_state(role, shape, moments, second) or recipe
-        chosen[name] = recipe
-    return chosen
-
-
-def _of_state(
+def recipe_of_state(
     role: Role, shape: tuple[int, ...], moments: Moments, second: Mapping[tuple[str, tuple[int, ...]], str]
 ) -> Recipe | None:
-    """Choose the recipe of optimizer state; None for other tensors."""
+    """Choose the recipe of optimizer state; None for other tensors.
+
+    `second` are the names of second moments by parameter and shape.
+    """
     if role.role == "exp_avg_sq":
         return SecondMoment(moments.second_step)
     if role.role in ("exp_avg", "momentum"):
