@@ -135,10 +135,25 @@ def known_roles(
     ordered = {ref.name for ref in _refs(root)}
     if model_tree is not None:
         ordered |= {ref.name for ref in _refs(parse_tree(model_tree).root)}
+    weights = {
+        name: (roles[name].parameter, tuple(source.shape))
+        for name, source in tensors.items()
+        if roles[name].role == "weight" and name not in inside and not BUFFERS.search(name)
+    }
     parts = [{ref.name for ref in _refs(part)} for part in _children(root)]
     optimizers = [list(entries_in(state, tensors)) for state in states]
     for entries in _labelled(optimizers, names):
-        owned |= _join(entries, tensors, roles, inside, ordered, parts, notes, names)
+        if not any(entry.names for entry in entries):
+            continue
+        parameters, fault = _parameters(entries, weights, ordered, parts, names)
+        if fault and weights:
+            unknown = next(n for e in entries if e.key not in parameters for n in e.names.values())
+            notes.append(
+                f"optimizer state {unknown!r} and others have no parameter's name: {fault}; give them with "
+                "--set input.param_names=FILE, or save the model with torch.save"
+            )
+        for entry in entries:
+            owned |= entry.roles(parameters.get(entry.key, f"state.{entry.key}"), tensors)
     given = {name for name in tensors if any(rule.pattern.match(name) for rule in rules)}
     owned = {name: role for name, role in owned.items() if name not in given}
     owned |= _lossless_states({**roles, **owned}, inside, given, tensors, notes)
@@ -336,55 +351,38 @@ def _labelled(
         yield [replace(entry, label=next(labels, entry.label)) for entry in entries]
 
 
-def _join(
+def _parameters(
     entries: Sequence[OptimizerEntry],
-    tensors: Mapping[str, TensorSource],
-    roles: Mapping[str, Role],
-    inside: Collection[str],
+    weights: Mapping[str, tuple[str, tuple[int, ...]]],
     ordered: set[str],
-    parts: Sequence[Collection[str]],
-    notes: list[str],
+    parts: Iterable[Collection[str]],
     names: ParameterNames,
-) -> dict[str, Role]:
-    """Determine the roles of one optimizer's state by the names of its parameters.
+) -> tuple[dict[Any, str], str]:
+    """Return the parameter of each key of an optimizer, and why some were not found, or an empty string.
 
     A state may contain a model and averages of it: if all of its weights together do not match the optimizer,
     the first part that does is used as the model.
+
+    Args:
+        entries: the state of the optimizer.
+        weights: parameter and shape of each weight.
+        ordered: names of weights whose order is that of the model. That of a safetensors file is not.
+        parts: names of the tensors of each part of the state.
+        names: sources of the names of numbered parameters.
     """
-    if not any(entry.names for entry in entries):
-        return {}
-    weights = {
-        name: (roles[name].parameter, tuple(source.shape))
-        for name, source in tensors.items()
-        if roles[name].role == "weight" and name not in inside and not BUFFERS.search(name)
-    }
-    # The order of tensors in a safetensors file is not that of the model.
-    parameters, fault = _parameters(entries, list(weights.values()), ordered >= set(weights), names)
-    for part in parts if fault else ():
+
+    def match(part: Collection[str]) -> tuple[dict[Any, str], str]:
         own = {name: weight for name, weight in weights.items() if name in part}
-        if own and not (of_part := _parameters(entries, list(own.values()), ordered >= set(own), names))[1]:
-            parameters, fault = of_part
-            break
-    if fault and weights:
-        unknown = next(n for e in entries if e.key not in parameters for n in e.names.values())
-        notes.append(
-            f"optimizer state {unknown!r} and others have no parameter's name: {fault}; give them with "
-            "--set input.param_names=FILE, or save the model with torch.save"
-        )
-    owned: dict[str, Role] = {}
-    for entry in entries:
-        owned |= entry.roles(parameters.get(entry.key, f"state.{entry.key}"), tensors)
-    return owned
+        if names.listed_in is not None:
+            _check_listed(entries, list(own.values()), names.listed_in)
+        found = _match(entries, list(own.values()), is_ordered=ordered.issuperset(own))
+        return (found[1] and _match_by_model(entries, list(own.values()), names)) or found
 
-
-def _parameters(
-    entries: Sequence[OptimizerEntry], weights: Weights, is_ordered: bool, names: ParameterNames
-) -> tuple[dict[Any, str], str]:
-    """Return the parameter of each key, and the reason why some were not found, or an empty string."""
-    if names.listed_in is not None:
-        _check_listed(entries, weights, names.listed_in)
-    parameters, fault = _match(entries, weights, is_ordered=is_ordered)
-    return (fault and _match_by_model(entries, weights, names)) or (parameters, fault)
+    whole = match(weights)
+    if not whole[1]:
+        return whole
+    found = (match(part) for part in parts if not weights.keys().isdisjoint(part))
+    return next((one for one in found if not one[1]), whole)
 
 
 def _check_listed(entries: Sequence[OptimizerEntry], weights: Weights, listed_in: Path) -> None:
