@@ -6,9 +6,7 @@ weight. Recorded errors are relative to the weight without correction, and lossl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from ckptz.format.sources import SourceOf, TensorSource
 from ckptz.kernels.floats import Patterns
@@ -29,23 +27,6 @@ class MovedSource(SourceOf):
 
     def patterns(self, begin: int, end: int) -> Patterns:
         return self.moved.patterns(begin, end)
-
-
-# Corrected weights by name, and by name the reasons why others have no correction.
-MovedAndNotes: TypeAlias = tuple[Mapping[str, MovedSource], Mapping[str, str]]
-
-
-@dataclass(frozen=True, slots=True)
-class Moves:
-    """The momentum correction of the weights of a file.
-
-    Attributes:
-        moments: names of the first moments of the file that it depends on.
-        of: computes it from the restored values of these moments, by name; lossless ones are left out.
-    """
-
-    moments: tuple[str, ...]
-    of: Callable[[Mapping[str, TensorSource]], MovedAndNotes]
 
 
 def unmoved(source: TensorSource) -> TensorSource:

@@ -18,7 +18,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.moved import MovedSource, Moves
+from ckptz.codec.moved import MovedSource
 from ckptz.codec.restored import HELD_BYTES, CachedTensor
 from ckptz.codec.sensitivity import floats_in, floats_of
 from ckptz.codec.tensor import SideInformation
@@ -282,20 +282,18 @@ class Momentum:
         """Return the side information of first moments in the same file, by name."""
         return {} if self.restored is not None else self.tracker.guides(self.trained or {}, self.step)
 
-    def moves(self) -> Moves:
-        """Return the momentum correction of the weights for the writer of their file."""
+    def moments(self) -> list[str]:
+        """Return the names of the first moments of the same file that the correction depends on."""
         trained = self.trained or {}
-        if self.restored is not None:
-            moved = self._moved(trained, self.restored)
-            return Moves((), lambda _: moved)
-        lost = self.tracker.lost(trained, self.step)
-        names = tuple(trained[parameter].names[one.decay.moment] for parameter, one in lost.items())
-        return Moves(names, lambda restored: self._moved(trained, restored))
+        lost = {} if self.restored is not None else self.tracker.lost(trained, self.step)
+        return [trained[parameter].names[one.decay.moment] for parameter, one in lost.items()]
 
-    def _moved(
-        self, trained: Mapping[str, ParamState], restored: Mapping[str, TensorSource]
-    ) -> tuple[dict[str, MovedSource], dict[str, str]]:
-        """Return weights with correction, and notes about weights without, by name."""
+    def moved(self, restored: Mapping[str, TensorSource]) -> tuple[dict[str, MovedSource], dict[str, str]]:
+        """Return weights with correction, and the reasons why others have none, by name.
+
+        `restored` are the restored values of `moments`, without lossless ones.
+        """
+        trained, restored = self.trained or {}, restored if self.restored is None else self.restored
         known = self.tracker.lost(trained, self.step)
         lost = {}
         for parameter, one in known.items():

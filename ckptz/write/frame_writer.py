@@ -16,7 +16,7 @@ import msgspec
 from ckptz.codec.chunk import Deviation, EncodedChunk, encode_chunk
 from ckptz.codec.effort import Effort, effort_of
 from ckptz.codec.method import Recipe, Setting
-from ckptz.codec.moved import MovedSource, Moves
+from ckptz.codec.moved import MovedSource
 from ckptz.codec.restored import HELD_BYTES, CachedTensor, restored_source
 from ckptz.codec.tensor import NO_SIDE_INFORMATION, Bounds, MapFunction, TensorStatistics, TensorToEncode
 from ckptz.codec.tensor_plan import TensorPlan
@@ -33,6 +33,7 @@ from ckptz.format.sources import (
     TensorSource,
     chunk_bounds,
 )
+from ckptz.guidance.momentum import Momentum
 from ckptz.parallel import SMALL_VALUES, Workers
 from ckptz.write.job import WriteJob
 
@@ -128,7 +129,7 @@ class FilePlan:
         if self.draw:
             reusable = {name: frame for name, frame in reusable.items() if not self.recipes[name].is_lossy}
         if self.job.momentum is not None:
-            self._correct(self.job.momentum.moves(), run)
+            self._correct(self.job.momentum, run)
         self._measure(run)
         return reusable
 
@@ -144,10 +145,10 @@ class FilePlan:
         n_patterns = sum(n for _, n in pairs)
         self._movement = sum(moved * n for moved, n in pairs) / n_patterns if n_patterns else None
 
-    def _correct(self, moves: Moves, run: MapFunction) -> None:
+    def _correct(self, momentum: Momentum, run: MapFunction) -> None:
         """Apply the momentum correction to weights, after planning the first moments that it depends on."""
         recipes = self.recipes
-        names = [name for name in moves.moments if recipes[name].is_lossy]
+        names = [name for name in momentum.moments() if recipes[name].is_lossy]
 
         def plan(name: str) -> TensorPlan:
             return self._planned(name, self.base(name), self.context_tensors(name), map)
@@ -157,7 +158,7 @@ class FilePlan:
             name: restored_source(self.tensors[name], None, encoding)
             for name, encoding in self._preplanned.items()
         }
-        moved, notes = moves.of(restored)
+        moved, notes = momentum.moved(restored)
         self.tensors |= {name: source for name, source in moved.items() if recipes[name].is_lossy}
         self.notes = {name: note for name, note in notes.items() if recipes[name].is_lossy}
 
