@@ -222,7 +222,8 @@ def _encode_map(
     if escaped is not None:
         streams += encode_values(decoded[escaped])
     if isinstance(encoding.quantizer, CodedQuantizer):  # errors were measured on the device
-        return streams, decoded, Deviation(*encoding.quantizer.errors(begin), cpu().histogram(codes))
+        errors = encoding.quantizer.source.errors[begin // CHUNK_VALUES]
+        return streams, decoded, Deviation(*errors, cpu().histogram(codes))
     counts = encoding.counted[0].total if encoding.counted else cpu().histogram(codes)
     exact = unmoved(source).patterns(begin, end)
     return streams, decoded, _deviation(header.value_table.kind, exact, decoded, counts)

@@ -61,11 +61,6 @@ class CodedSource(TensorSource):
     def _table(self) -> ValueTable:
         return ValueTable(self.dtype, Plan(quant_map=self.quant_map, domain=Domain.LINEAR))
 
-    @property
-    def quantizer(self) -> CodedQuantizer:
-        """Quantizer that returns the stored codes."""
-        return CodedQuantizer(self)
-
 
 @dataclass(frozen=True, slots=True)
 class CodedQuantizer(Quantizer):
@@ -76,7 +71,3 @@ class CodedQuantizer(Quantizer):
     def codes(self, begin: int, end: int, patterns: Patterns) -> Bytes:
         del patterns
         return self.source.codes_of(begin, end)
-
-    def errors(self, begin: int) -> Errors:
-        """Return (largest error, sum of squared errors, sum of squares) of the chunk at `begin`."""
-        return self.source.errors[begin // CHUNK_VALUES]

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.coded import CodedSource
+from ckptz.codec.coded import CodedQuantizer, CodedSource
 from ckptz.codec.histogram import Histogram
 from ckptz.codec.lossless import EXACT, counts_by_base, exact_with_note, histogram_of
 from ckptz.codec.method import (
@@ -93,7 +93,7 @@ class Clusters(Recipe):
         source, run = tensor.source, tensor.run
         if isinstance(source, CodedSource):
             plan = Plan(quant_map=source.quant_map, domain=Domain.LINEAR)
-            return _regrouped(tensor, TensorPlan(plan, source.quantizer))
+            return _regrouped(tensor, TensorPlan(plan, CodedQuantizer(source)))
         histogram = tensor.guide.histogram or histogram_of(source, run)
         if not histogram.is_finite:
             return exact_with_note(tensor, "holds NaN or infinity")

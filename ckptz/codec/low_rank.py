@@ -55,13 +55,11 @@ class FirstMoments:
 
     Attributes:
         source: the first moments.
-        second: the second moments, or None.
         rows: mean roots by row [n_rows]; 1 without second moments.
         columns: mean roots by column [n_columns], divided by their mean.
     """
 
     source: TensorSource
-    second: TensorSource | None
     rows: Float32Array
     columns: Float32Array
 
@@ -77,7 +75,7 @@ class FirstMoments:
                 rows[begin : begin + len(block)] = roots.mean(axis=1)
                 sums += roots.sum(axis=0, dtype=np.float64)
             columns = (sums / max(sums.mean(), 1e-300)).astype(np.float32)
-        return cls(source, second, rows, columns)
+        return cls(source, rows, columns)
 
     def blocks(self) -> Iterator[tuple[slice, Float32Array]]:
         """Yield slices of rows and their values [n, n_columns], at most a chunk; 0 where the root is 0."""
@@ -202,7 +200,17 @@ def low_rank(
         n, vectors = min(4 * n, most), right
     else:
         return None
-    return _coded(moments, left[:, :n_kept], values[:n_kept], right[:, :n_kept], error, update_scale, bound)
+    values = values[:n_kept]
+    steps = np.sqrt(12 * error / values)
+    rows = _codes(left[:, :n_kept] * np.sqrt(values), moments.rows, steps)
+    columns = _codes(right[:, :n_kept] * np.sqrt(values), moments.columns, steps)
+    found = _fitted(moments, rows, columns, update_scale)
+    if found is None or second is None:
+        return found
+    is_worse = _worse_rows(moments, second, found, update_scale, bound)
+    if not is_worse.any():
+        return found
+    return _fitted(moments, np.where(is_worse[:, None], 0, rows), columns, update_scale)
 
 
 def _warm(moments: FirstMoments, before: LowRank | None) -> Float32Array:
@@ -211,28 +219,6 @@ def _warm(moments: FirstMoments, before: LowRank | None) -> Float32Array:
         return np.empty((n, 0), np.float32)
     columns = np.stack([column.view(np.float32) for _, column in before.terms], axis=1)
     return columns * _inverse(moments.columns)[:, None]
-
-
-def _coded(
-    moments: FirstMoments,
-    left: Float32Array,
-    values: Float32Array,
-    right: Float32Array,
-    error: float,
-    update_scale: float,
-    bound: MomentBound | None,
-) -> LowRank | None:
-    """Quantize the vectors and fit the scales of the terms; None if no term is worth its bits."""
-    steps = np.sqrt(12 * error / values)
-    rows = _codes(left * np.sqrt(values), moments.rows, steps)
-    columns = _codes(right * np.sqrt(values), moments.columns, steps)
-    found = _fitted(moments, rows, columns, update_scale)
-    if found is None or moments.second is None:
-        return found
-    is_worse = _worse_rows(moments, moments.second, found, update_scale, bound)
-    if not is_worse.any():
-        return found
-    return _fitted(moments, np.where(is_worse[:, None], 0, rows), columns, update_scale)
 
 
 def _fitted(

@@ -123,7 +123,6 @@ class SensitivityQuantizer(Quantizer):
     """Quantizer by regions of values and by sensitivity, which has priority; protection precedes pruning."""
 
     regions: RegionQuantizer  # codes by value
-    kind: int  # float type of the patterns
     cut: SensitivityCut  # thresholds of sensitivity
     sensitivities: Sensitivities  # (begin, end, patterns) -> sensitivities
     zero_code: int  # code of pruned elements
@@ -133,7 +132,7 @@ class SensitivityQuantizer(Quantizer):
         codes = self.regions.codes(begin, end, patterns)
         sensitivities = self.sensitivities(begin, end, patterns)
         if self.cut.floor >= 0:
-            pruned = self.cut.prunes(sensitivities, np.abs(floats_of(patterns, self.kind)))
+            pruned = self.cut.prunes(sensitivities, np.abs(floats_of(patterns, self.regions.kind)))
             codes[pruned & (codes != self.escape_code)] = self.zero_code
         if self.escape_code is not None:
             codes[self.cut.protects(sensitivities)] = self.escape_code
@@ -225,7 +224,7 @@ def fit_partitions(
     if sensitivities is None:
         return quant_map, regions
     zero = int(np.searchsorted(levels, 0.0))
-    return quant_map, SensitivityQuantizer(regions, kind, cut.by_sensitivity, sensitivities, zero, escape)
+    return quant_map, SensitivityQuantizer(regions, cut.by_sensitivity, sensitivities, zero, escape)
 
 
 def region_cuts(levels: NDArray[np.float64], cut: Cut) -> tuple[list[float], list[int]]:

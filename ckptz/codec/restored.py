@@ -45,14 +45,14 @@ class CachedTensor(ViewOf):
         """Return the tensor of a frame, with the cache of its file."""
         return cls(frame, frame, frame.cache)
 
-    def _chunk(self, begin: int) -> Decoded:
-        end = min(begin + CHUNK_VALUES, self.n_patterns)
-        if self.n_codes is None:
-            return Decoded(self.source.patterns(begin, end), None)
-        return Decoded(*self.source.patterns_and_codes(begin, end))
-
     def _held(self, begin: int) -> Decoded:
-        return self.chunks.get((self.key, begin), lambda: self._chunk(begin))
+        def chunk() -> Decoded:
+            end = min(begin + CHUNK_VALUES, self.n_patterns)
+            if self.n_codes is None:
+                return Decoded(self.source.patterns(begin, end), None)
+            return Decoded(*self.source.patterns_and_codes(begin, end))
+
+        return self.chunks.get((self.key, begin), chunk)
 
     def patterns(self, begin: int, end: int) -> Patterns:
         first = begin // CHUNK_VALUES * CHUNK_VALUES
