@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.codec.coded import CodedQuantizer
-from ckptz.codec.contexts import NO_TABLES, Contexts
+from ckptz.codec.contexts import NO_TABLES, Contexts, Sorted
 from ckptz.codec.moved import unmoved
 from ckptz.codec.quantizer import Quantizer
 from ckptz.codec.run_contexts import encode_by_runs
@@ -92,9 +92,8 @@ def _encode_codes(codes: Patterns, encoding: TensorPlan, labels: Labels | None) 
     contexts = Contexts(labels, np.array([len(labels)]), encoding.plan.n_contexts)
     low, upper = split_random(codes, encoding.n_random)
     streams = encode_streams([*low], huffman_margin=margin)
-    return streams + contexts.sort(upper, encoding.counted).encode_by(
-        encoding.plan.tables[len(low) :], margin
-    )
+    by_context = Sorted(contexts, upper, encoding.counted)
+    return streams + by_context.encode_by(encoding.plan.tables[len(low) :], margin)
 
 
 def encode_values(patterns: Patterns) -> list[Stream]:
@@ -197,7 +196,7 @@ def _encode_planes(
         return changes, decoded, deviation
     batch = Batch(source.dtype, [decoded], [base])
     if not plan.rules:
-        [streams] = batch.streams(plan.mode, encoding.huffman_margin)
+        [streams] = batch.streams(batch.planes(plan.mode), encoding.huffman_margin)
     elif not encoding.by_table:
         labels = sources.labels(plan.rules, header.row_patterns)
         streams = _encode_codes(batch.transformed(plan.mode), encoding, labels)
@@ -313,11 +312,7 @@ class Batch:
             cpu().split_planes(own, base, kernel_mode(mode, self.dtype), out)
         return result
 
-    def streams(self, mode: PlaneMode, huffman_margin: float | None) -> list[list[Stream]]:
-        """Encode the byte planes of each tensor without contexts."""
-        return self.streams_of(self.planes(mode), huffman_margin)
-
-    def streams_of(self, planes: Bytes, huffman_margin: float | None) -> list[list[Stream]]:
+    def streams(self, planes: Bytes, huffman_margin: float | None) -> list[list[Stream]]:
         """Encode planes [k, n] of all tensors without contexts, and return the k streams of each tensor."""
         columns, n = [cut(plane, self.ends) for plane in planes], len(planes)
         parts = [part for own in zip(*columns, strict=True) for part in own]
@@ -327,7 +322,7 @@ class Batch:
 
 def encode_planes(batch: Batch, plan: Plan, huffman_margin: float | None) -> list[Encoded]:
     """Encode the tensors of a batch with a plan without contexts."""
-    encoding, streams = TensorPlan(plan), batch.streams(plan.mode, huffman_margin)
+    encoding, streams = TensorPlan(plan), batch.streams(batch.planes(plan.mode), huffman_margin)
     return [
         (encoding, encoded_chunk(own_streams, own))
         for own, own_streams in zip(batch.patterns, streams, strict=True)
@@ -342,8 +337,8 @@ def encode_by_contexts(
     The lowest `n_random` planes look random, so they are encoded without contexts.
     """
     planes, upper = split_random(batch.transformed(mode), n_random)
-    low = batch.streams_of(planes, huffman_margin) if n_random else [[]] * len(batch.patterns)
-    tables, streams = batch.by_magnitude.sort(upper).encode(huffman_margin)
+    low = batch.streams(planes, huffman_margin) if n_random else [[]] * len(batch.patterns)
+    tables, streams = Sorted(batch.by_magnitude, upper).encode(huffman_margin)
     encoded = list[Encoded]()
     for k, own in enumerate(batch.patterns):
         own_tables = *[NO_TABLES] * n_random, *tables[k]

@@ -68,15 +68,16 @@ class Contexts:
         self.tensor_rows = np.cumsum(np.count_nonzero(is_used, axis=1))
         self.rows_of = np.maximum(np.cumsum(is_used, axis=1) - 1, 0)
 
-    def sort(self, codes: Patterns, counted: Sequence[ContextCounts] = ()) -> Sorted:
-        """Sort codes [n] by context; `counted` has the counts of each byte plane, if they are known."""
-        return Sorted(self, codes, counted)
-
 
 class Sorted:
     """The byte planes of codes [n] of m tensors, sorted by context.
 
     A part is one plane of one tensor; parts are ordered by plane, then by tensor.
+
+    Args:
+        contexts: the contexts of the codes.
+        codes: the codes [n].
+        counted: counts of each byte plane, if they are known.
 
     Attributes:
         planes: the byte planes [k, n].
@@ -85,7 +86,7 @@ class Sorted:
         part_rows: number of rows of `counts` up to the end of each part [k * m].
     """
 
-    def __init__(self, contexts: Contexts, codes: Patterns, counted: Sequence[ContextCounts]) -> None:
+    def __init__(self, contexts: Contexts, codes: Patterns, counted: Sequence[ContextCounts] = ()) -> None:
         self.contexts, self._codes = contexts, codes
         grouped = cpu().group(codes, contexts.labels, contexts.ends, contexts.counts)
         self.planes: Bytes = cpu().split_planes(grouped, grouped, RAW)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ckptz.codec.coded import CodedQuantizer, CodedSource
 from ckptz.codec.histogram import Histogram
-from ckptz.codec.lossless import EXACT, counts_by_base, exact_with_note, histogram_of
+from ckptz.codec.lossless import EXACT, counts_by_base, exact_with_note
 from ckptz.codec.method import (
     MIN_ELEMENTS,
     MOMENTS_FROM,
@@ -94,7 +94,9 @@ class Clusters(Recipe):
         if isinstance(source, CodedSource):
             plan = Plan(quant_map=source.quant_map, domain=Domain.LINEAR)
             return _regrouped(tensor, TensorPlan(plan, CodedQuantizer(source)))
-        histogram = tensor.guide.histogram or histogram_of(source, run)
+        histogram, kind = tensor.guide.histogram, FLOAT_KINDS[source.dtype.name]
+        if histogram is None:
+            histogram = summed(run, lambda b: Histogram.of(source.patterns(*b), kind), source)
         if not histogram.is_finite:
             return exact_with_note(tensor, "holds NaN or infinity")
         if (moving := self._moving(tensor, histogram)) is not None:
@@ -348,7 +350,11 @@ def rank(
         return SensitivityHistogram.of(sensitivities(*bounds, patterns), patterns, sensitivities.kind)
 
     ranks = summed(run, histogram, source)
-    return (SensitivityRanks(sensitivities, ranks), "") if ranks.is_finite else (None, BAD_GRADIENT)
+    return (
+        (SensitivityRanks(sensitivities, ranks), "")
+        if ranks.sensitivities.is_finite
+        else (None, BAD_GRADIENT)
+    )
 
 
 def _fit(

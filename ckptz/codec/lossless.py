@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
 import numpy as np
 
@@ -22,11 +22,9 @@ from ckptz.codec.chunk import (
     encode_planes,
     split_random,
 )
-from ckptz.codec.contexts import NO_TABLES
+from ckptz.codec.contexts import NO_TABLES, Sorted
 from ckptz.codec.effort import DEFAULT, Effort
-from ckptz.codec.histogram import Histogram
 from ckptz.codec.method import Method, Recipe, register
-from ckptz.codec.moment_codes import LogLevelQuantizer, StepQuantizer
 from ckptz.codec.quantizer import Quantizer
 from ckptz.codec.run_contexts import plan_contexts
 from ckptz.codec.tensor import MapFunction, TensorToEncode, summed
@@ -38,7 +36,6 @@ from ckptz.format.frequency import entropy_bits
 from ckptz.format.plan import Plan, PlaneMode, exact_plan, planes_plan
 from ckptz.format.sources import CHUNK_VALUES, PATTERN_TYPES, ChunkSources, TensorSource
 from ckptz.format.streams import are_random
-from ckptz.format.values import FLOAT_KINDS
 from ckptz.kernels import cpu
 from ckptz.kernels.floats import Reals
 from ckptz.state.roles import Role
@@ -251,7 +248,7 @@ def _choose(batch: Batch, n_patterns: Sequence[int], effort: Effort) -> list[_Ch
         which = np.flatnonzero(has_contexts & (own == j) & (n_random == n)).tolist()
         some = sample.only(which)
         _, upper = split_random(some.transformed(modes[j]), n)
-        saved[which] = some.by_magnitude.sort(upper).saved_bits()
+        saved[which] = Sorted(some.by_magnitude, upper).saved_bits()
     has_contexts &= saved >= gain * least
     least -= saved * has_contexts
     is_plain = (least > plain * (1 - max(gain, BASE_GAIN))) & (plain > 0)
@@ -274,17 +271,6 @@ def _n_random(bits: Reals) -> int:
 
 
 # --- functions for planners of lossy tensors ----------------------------------------------------
-
-
-def histogram_of(source: TensorSource, run: MapFunction) -> Histogram:
-    """Compute the histogram of a tensor of a dtype in `FLOAT_KINDS`."""
-    kind = FLOAT_KINDS[source.dtype.name]
-    return summed(run, lambda b: Histogram.of(source.patterns(*b), kind), source)
-
-
-def sums_by(quantizer: LogLevelQuantizer | StepQuantizer, source: TensorSource, run: MapFunction) -> Any:
-    """Add up the `sums` of a quantizer over all chunks of a tensor."""
-    return summed(run, lambda b: quantizer.sums(*b, source.patterns(*b)), source)
 
 
 def counts_by_base(

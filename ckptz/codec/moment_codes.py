@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 
 from ckptz.codec.moment_bounds import MomentBound
 from ckptz.codec.moment_maps import (
+    EXPONENT_MASKS,
     MANTISSA_BITS,
     MAX_INDEX,
     LevelRange,
     LevelSums,
     LogLevels,
-    largest_pattern,
     level_range_of,
 )
 from ckptz.codec.quantizer import Quantizer
@@ -105,7 +105,8 @@ class LogLevelQuantizer(Quantizer):
         """The levels as the tuple that kernels expect: step, phase, and constants of the dtype."""
         width = 32 if self.prediction.kind == floats.F32 else 16
         top, every = 1 << (width - 1), (1 << width) - 1
-        return self.log_levels.step, self.log_levels.phase, top, every, largest_pattern(self.prediction.kind)
+        largest = EXPONENT_MASKS[self.prediction.kind] - 1
+        return self.log_levels.step, self.log_levels.phase, top, every, largest
 
     def sums(self, begin: int, end: int, patterns: Patterns) -> LogLevelSums:
         """Count the levels of patterns begin..end."""
@@ -182,16 +183,11 @@ class StepQuantizer(Quantizer):
         """Return the codes of patterns begin..end, uint8 [end - begin]; escapes are beyond the levels."""
         level_range, labels = self.level_range, self.contexts.labels(begin, end)
         assert level_range is not None
-        patterns, codes = self.kept(begin, patterns), np.empty(len(patterns), np.uint8)
-        codes_of = (level_range.lowest, level_range.n_levels, level_range.escape_code or 0, MAX_INDEX + 1)
-        steps = self.contexts.steps
-        moments().level_codes(
-            *as_float32(patterns, self.kind), labels, steps, self.dead_zone, codes_of, codes
+        f32_patterns, codes = (
+            cpu().to_f32(self.kept(begin, patterns), self.kind),
+            np.empty(len(patterns), np.uint8),
         )
+        codes_of = (level_range.lowest, level_range.n_levels, level_range.escape_code or 0, MAX_INDEX + 1)
+        values, steps = f32_patterns.view(np.float32), self.contexts.steps
+        moments().level_codes(f32_patterns, values, labels, steps, self.dead_zone, codes_of, codes)
         return codes
-
-
-def as_float32(patterns: Patterns, kind: int) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:
-    """Convert patterns [n] to F32 patterns and to float32 values."""
-    f32_patterns = cpu().to_f32(patterns, kind)
-    return f32_patterns, f32_patterns.view(np.float32)

@@ -21,6 +21,8 @@ from ckptz.kernels import floats, moments
 from ckptz.kernels.floats import Integers, Reals
 
 MANTISSA_BITS: Final = {floats.F32: 23, floats.BF16: 7, floats.F16: 10}
+# Bits of the exponent. In infinities and NaNs all are 1, so patterns of finite positive numbers are smaller.
+EXPONENT_MASKS: Final = {floats.F32: 0x7F800000, floats.BF16: 0x7F80, floats.F16: 0x7C00}
 MAX_LEVELS: Final = 254  # in addition to a zero code and an escape code
 N_PHASES: Final = 8  # offsets of the levels within a step that are compared
 FACTOR_BITS: Final = 2  # mantissa bits of the outer vectors: an error of 2^-3, small relative to octaves
@@ -29,16 +31,6 @@ MAX_INDEX: Final = 127  # of a first moment's level, on both sides of zero
 N_LABELS: Final = 256  # of the magnitude context
 ROW_LABELS_PER_OCTAVE: Final = 2
 SMALLEST_SCALE: Final = 2.0**-1022  # of a table, where subnormal doubles are not allowed
-
-
-def exponent_mask(kind: int) -> int:
-    """Return the bit mask of the exponent; in infinities and NaNs all of its bits are 1."""
-    return (0x7F800000, 0x7F80, 0x7C00)[kind]
-
-
-def largest_pattern(kind: int) -> int:
-    """Return the bit pattern of the largest finite number."""
-    return exponent_mask(kind) - 1
 
 
 # --- second moments -----------------------------------------------------------------------------

@@ -31,20 +31,19 @@ from numpy.typing import NDArray
 
 from ckptz.codec.chunk import restored_patterns
 from ckptz.codec.grid_steps import row_steps
-from ckptz.codec.lossless import MIN_CONTEXT_VALUES, counts_by_base, exact_with_note, plan_lossless, sums_by
+from ckptz.codec.lossless import MIN_CONTEXT_VALUES, counts_by_base, exact_with_note, plan_lossless
 from ckptz.codec.low_rank import low_rank
 from ckptz.codec.method import Recipe, Setting
 from ckptz.codec.moment_bounds import MomentBound
 from ckptz.codec.moment_codes import (
     Labels,
     LogLevelQuantizer,
-    LogLevelSums,
     Prediction,
     StepContexts,
     StepQuantizer,
-    as_float32,
 )
 from ckptz.codec.moment_maps import (
+    EXPONENT_MASKS,
     MANTISSA_BITS,
     N_LABELS,
     LevelRange,
@@ -53,9 +52,7 @@ from ckptz.codec.moment_maps import (
     LogSums,
     best_log_levels,
     context_roots,
-    exponent_mask,
     first_map,
-    largest_pattern,
     log_level_step,
     row_labels,
     second_map,
@@ -98,7 +95,7 @@ def _fault_of_second(source: TensorSource, run: MapFunction) -> str:
     """Return the reason why a tensor cannot be a second moment; empty if it can."""
     # Patterns of infinities, NaNs and negative numbers are above those of finite positive ones.
     largest = max(run(lambda b: int(source.patterns(*b).max()), source.chunk_bounds()))
-    if largest <= largest_pattern(FLOAT_KINDS[source.dtype.name]):
+    if largest < EXPONENT_MASKS[FLOAT_KINDS[source.dtype.name]]:
         return ""
     return "holds negative second moments" if _is_finite(source, run) else "holds NaN or infinity"
 
@@ -206,7 +203,7 @@ def _second_plan(tensor: TensorToEncode, quantizer: LogLevelQuantizer, is_by_bas
     """Plan the levels of a prediction, with the codes of the base as contexts if `is_by_base`."""
     source, base, run, prediction = tensor.source, tensor.base, tensor.run, quantizer.prediction
     n_contexts = (base.n_codes if base is not None and is_by_base else None) or 1
-    measured: LogLevelSums = sums_by(quantizer, source, run)
+    measured = summed(run, lambda b: quantizer.sums(*b, source.patterns(*b)), source)
     if measured.n_exceptions > MAX_EXCEPTIONS * source.n_patterns:
         return plan_lossless(source, base, run, tensor.effort)
     level_range = measured.level_range()
@@ -377,9 +374,9 @@ def _mean_ratio(source: TensorSource, second: TensorSource, run: MapFunction) ->
     kind, roots = FLOAT_KINDS[source.dtype.name], context_roots(FLOAT_KINDS[second.dtype.name])
 
     def sums(bounds: Bounds) -> Reals:
-        values = as_float32(source.patterns(*bounds), kind)
-        ratios = np.empty(bounds[1] - bounds[0])
-        n_live = moments().root_ratios(*values, second.patterns(*bounds), roots, ratios)
+        f32_patterns = cpu().to_f32(source.patterns(*bounds), kind)
+        values, ratios = f32_patterns.view(np.float32), np.empty(len(f32_patterns))
+        n_live = moments().root_ratios(f32_patterns, values, second.patterns(*bounds), roots, ratios)
         return np.array([ratios[:n_live].sum(), n_live])
 
     total, n_live = summed(run, sums, source)
@@ -439,7 +436,7 @@ def _by_row(source: TensorSource, wanted: FirstMoment, run: MapFunction) -> Step
 def _first_plan(tensor: TensorToEncode, quantizer: StepQuantizer) -> tuple[TensorPlan, float, bool]:
     """Plan levels; returns the plan, its bytes, and whether restored elements may exceed their bound."""
     source, kind, contexts = tensor.source, quantizer.kind, quantizer.contexts
-    measured: LevelSums = sums_by(quantizer, source, tensor.run)
+    measured = summed(tensor.run, lambda b: quantizer.sums(*b, source.patterns(*b)), source)
     level_range = measured.level_range()
     joint = _codes_by_context(measured, level_range)
     if not level_range.has_exceptions and (level_range.lowest, level_range.n_levels) == (0, 1):
@@ -505,7 +502,7 @@ class FineRounding(Recipe):
         if self.rounding_rule.is_stochastic:
             thresholds = self.rounding_rule.thresholds(begin, len(patterns))
         rounded = (patterns + (thresholds * np.float32(1 << n_dropped)).astype(patterns.dtype)) & ~mask
-        exponents = patterns.dtype.type(exponent_mask(kind))
+        exponents = patterns.dtype.type(EXPONENT_MASKS[kind])
         is_kept = ((rounded & exponents) == exponents) | ((patterns & exponents) == 0)
         rounded = np.where(is_kept, patterns, rounded)
         if not self.size:

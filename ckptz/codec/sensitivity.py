@@ -77,11 +77,6 @@ class SensitivityHistogram:
     def __add__(self, other: Self) -> Self:
         return type(self)(self.sensitivities + other.sensitivities, self.at_zero + other.at_zero)
 
-    @property
-    def is_finite(self) -> bool:
-        """True if all sensitivities are finite."""
-        return self.sensitivities.is_finite
-
     def cut(self, prune: float, protect: float) -> SensitivityCut:
         """Compute the thresholds that prune and protect the given shares of the elements."""
         ceiling = self.sensitivities.magnitude_quantile(1 - protect) if protect else np.inf

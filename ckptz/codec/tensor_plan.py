@@ -64,7 +64,9 @@ class ContextCounts:
     def bytes_by(self, tables: StreamTables) -> float:
         """Return the size in bytes of the codes with the given tables, without the tables themselves."""
         table_of = tables.table_of[self.contexts]
-        runs = np.flatnonzero(np.diff(table_of, prepend=-1))  # adjacent contexts share tables
+        is_first = np.ones(len(table_of), np.bool_)
+        is_first[1:] = table_of[1:] != table_of[:-1]
+        runs = np.flatnonzero(is_first)  # adjacent contexts share tables
         sums = np.add.reduceat(self.counts, runs, axis=0)
         return float(row_cost_bits(sums, tables.frequencies[table_of[runs]]).sum()) / 8
 

@@ -115,15 +115,15 @@ def guides_of(
     elif CALIBRATION in config.reads:
         notes.append(UNCALIBRATED)
     mean = mean_sensitivity_of((source, moments[name]) for name, source in weights.items() if name in moments)
-    guides = {}
-    for name in weights:
-        gradient, moment = gradients.get(name), moments.get(name)
-        guides[name] = SideInformation(
-            gradient=gradient,
-            second_moment=moment,
+    guides = {
+        name: SideInformation(
+            gradient=gradients.get(name),
+            second_moment=moments.get(name),
             inputs=inputs.get(name),
             mean_sensitivity=mean,
         )
+        for name in weights
+    }
     return guides, notes
 
 

@@ -222,13 +222,10 @@ def log_sums(patterns: Any, begin: int, rows: Any, columns: Any) -> None:
 
 
 @kernel
-def beyond(values: Any, squares: Any, ratio: float, out: Any) -> Any:
-    """Write abs(values) > ratio * sqrt(squares) to `out` [n], and return how often it is true."""
-    n = int64(0)
+def beyond(values: Any, squares: Any, ratio: float, out: Any) -> None:
+    """Write abs(values) > ratio * sqrt(squares) to `out` [n]."""
     for i in range(len(values)):
         out[i] = float64(abs(values[i])) > ratio * np.sqrt(float64(squares[i]))
-        n += int64(out[i])
-    return n
 
 
 @inlined

@@ -618,7 +618,7 @@ def test_moments_beyond_their_bound_are_found_one_by_one() -> None:
     values = np.array([1.0, -1.0, 0.5, 1e-30, 3.0, np.nan], np.float32)
     squares = np.array([1.0, 4.0, 0.25, 0.0, np.nan, 1.0], np.float32)
     is_beyond = np.empty(6, np.bool_)
-    assert moments().beyond(values, squares, 0.9, is_beyond) == 3
+    moments().beyond(values, squares, 0.9, is_beyond)
     assert is_beyond.tolist() == [True, False, True, True, False, False]
 
 
