@@ -330,9 +330,8 @@ class FrameSource(TensorSource):
     def codes(self, begin: int, end: int) -> NDArray[np.uint8] | None:
         """Decode the codes of patterns begin..end, one chunk; None without a quantization map."""
         index = begin // CHUNK_VALUES
-        if (last := self.last(index)) is not None:
-            return last.codes
-        return self.decoded(index, True, gather(index, self.needs(True))).codes
+        last = self.last(index)
+        return (last or self.decoded(index, True, gather(index, self.needs(True)))).codes
 
     def changes(self, index: int) -> Changes | None:
         """Return the changes of chunk `index` from its base; None if the chunk must be decoded completely."""
