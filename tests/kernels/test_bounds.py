@@ -120,7 +120,7 @@ CALLERS = {
     "unpack_codes": {"codec/coded.py"},
     "unpack": {"wire/payload.py", "wire/state.py"},
     "take": {"wire/payload.py"},
-    "residual_codes": {"codec/grid_steps.py", "codec/column_rounding.py"},
+    "residual_codes": {"codec/grid_tensor.py", "codec/column_rounding.py"},
     "residual_sums": {"codec/grid_tensor.py"},
     "put": {"wire/payload.py"},
     "top_mask": {"wire/payload.py"},

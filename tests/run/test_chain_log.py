@@ -100,7 +100,7 @@ def test_no_frame_and_no_value_is_read(run: Path, monkeypatch: pytest.MonkeyPatc
     def untouched(*_: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(FrameSource, "payload", untouched)
+    monkeypatch.setattr(FrameSource, "_payload", untouched)
     monkeypatch.setattr(PlainFile, "read", untouched)
     write_plain(run / "other.safetensors", a_state(n=5000))
     (run / "z.ckptz").unlink()

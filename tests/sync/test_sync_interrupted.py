@@ -18,7 +18,7 @@ from tests.support.sync_support import State, a_state, cloned, published, same
 MODULES = ("ckptz/sync/follower.py", "ckptz/api/apply.py")
 # From the first write of a delta to the update of `step`: what is not written whole, or not counted.
 COMMITTING = (Follower.apply_to, Follower._apply, Follower.reset, apply.patch)
-COMMITTING += (apply._commit, apply._Edit.apply, apply._Edit._write)
+COMMITTING += (apply._commit, apply._Edit.apply)
 
 
 def interrupted_at(
