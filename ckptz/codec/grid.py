@@ -132,27 +132,38 @@ class UniformGrid(Recipe):
 
         After a restore, the residual is the movement since then, which is near zero: rounding to nearest
         would lose it, stochastic rounding keeps it on average. Without a restore, residuals are spread
-        evenly, and the dither seed of the previous file is kept.
+        evenly, and the dither seed of the previous file is kept. Likewise for full files: after a restore,
+        values are near the multiples of the steps.
         """
         stored = None if base is None else base.stored
-        kept = _steps_of(stored, rows, self.step)
+        of_base = _steps_of(stored, len(rows.labels))
+        same_step = stored is not None and stored.settings.get("step") == self.step
+        kept = of_base if of_base and same_step and 1 / SUITS <= _ratio(of_base, rows) <= SUITS else None
         rows = kept or rows
         rule = RoundingRule.of_record(stored, self.name)
         grid = GridTensor(tensor.source, base, rows, self.dead_zone or 0.0, rule)
-        if base is not None:
-            moves = None if tensor.movement is None else tensor.movement * self.most_moves
-            grid = grid.choose_rounding(tensor.seed, PEAK if kept else PEAK_TO_SHIP, moves)
+        moves = None if tensor.movement is None else tensor.movement * self.most_moves
+        grid = grid.choose_rounding(tensor.seed, PEAK if kept else PEAK_TO_SHIP, moves)
+        recorded: dict[str, Setting] = {}
+        if base is not None and grid.rounding_rule.is_stochastic:
+            recorded["step"] = float(self.step * grid.rows.steps[0] / rows.steps[0])
+        if grid.rounding_rule.is_stochastic and grid.rounding_rule == rule:
+            # The errors of the base's rounding are in the residual. Its thresholds preserve movement with its
+            # steps only: with others, two deltas after a restore lost a third of it.
+            if stored is not None and of_base is not None and _ratio(of_base, grid.rows) <= SUITS:
+                grid = replace(grid, rows=of_base)
+                recorded["step"] = stored.settings["step"]
+            else:
+                grid = replace(grid, rounding_rule=RoundingRule(tensor.seed))
         counted = grid.counted(tensor.run)
         most = largest_magnitude(counted.codes.total)
-        if base is None and (layer := Layer.of(grid, tensor.guide)) is not None:
+        is_nearest = not grid.rounding_rule.is_stochastic
+        if base is None and is_nearest and (layer := Layer.of(grid, tensor.guide)) is not None:
             grid = replace(grid, rounded=layer.rounded(most, bare_levels(rows.steps)))
             counted = grid.counted(tensor.run)
             most = largest_magnitude(counted.codes.total)
         encoding = encoding_of(grid, counted, most, bare_levels(grid.rows.steps, most))
-        share = grid.rows.steps[0] / rows.steps[0]
-        recorded = grid.rounding_rule.record()
-        if recorded:
-            recorded["step"] = float(self.step * share)
+        recorded = {**grid.rounding_rule.record(), **recorded}
         return replace(encoding, recorded=recorded)
 
     def _plan_ship(self, tensor: TensorToEncode, base: TensorSource | None, rows: RowSteps) -> TensorPlan:
@@ -168,9 +179,9 @@ class UniformGrid(Recipe):
         return encoding_of(grid, counted, most, levels)
 
 
-def _steps_of(stored: Stored | None, wanted: RowSteps, step: float) -> RowSteps | None:
-    """Return the steps of the base's frame, if it is a grid with similar steps; else None."""
-    if stored is None or stored.method != UniformGrid.name or stored.settings.get("step") != step:
+def _steps_of(stored: Stored | None, n_rows: int) -> RowSteps | None:
+    """Return the steps of the base's frame, if it is on a grid whose levels are multiples of them."""
+    if stored is None or stored.method != UniformGrid.name:
         return None
     plan = stored.plan
     table, rules = None if plan.quant_map is None else plan.quant_map.table, plan.rules
@@ -179,12 +190,16 @@ def _steps_of(stored: Stored | None, wanted: RowSteps, step: float) -> RowSteps 
     ):
         return None
     row = next((rule for rule in rules if isinstance(rule, Row)), None)
-    labels = np.zeros(len(wanted.labels), np.uint8) if row is None else row.indices
-    is_sound = len(labels) == len(wanted.labels) and int(labels.max(initial=0)) < len(table.scale)
+    labels = np.zeros(n_rows, np.uint8) if row is None else row.indices
+    is_sound = len(labels) == n_rows and int(labels.max(initial=0)) < len(table.scale)
     if not is_sound or not (np.isfinite(table.scale) & (table.scale > 0)).all():
         return None
-    ratio = np.exp2(np.mean(np.log2(table.scale[labels] / wanted.steps[wanted.labels])))
-    return RowSteps(table.scale, labels) if 1 / SUITS <= ratio <= SUITS else None
+    return RowSteps(table.scale, labels)
+
+
+def _ratio(these: RowSteps, others: RowSteps) -> float:
+    """Return the mean ratio of the steps of rows, the geometric mean."""
+    return float(np.exp2(np.mean(np.log2(these.steps[these.labels] / others.steps[others.labels]))))
 
 
 @register

@@ -131,8 +131,8 @@ class GridTensor(Quantizer):
     def choose_rounding(self, new_seed: int, peak: float, most: float | None) -> GridTensor:
         """Choose the rounding rule, and finer steps for stochastic rounding, from the middle chunk.
 
-        Residuals of elements whose base is within `peak` steps of zero are ignored: weights have a peak at
-        zero, so many of these residuals are small with and without a restore.
+        Residuals of elements whose base, or value without a base, is within `peak` steps of zero are ignored:
+        weights have a peak at zero, so many of these residuals are small with and without a restore.
 
         If few elements have moved by a step, finer steps reduce the error of stochastic rounding, which is
         the product of movement and step, for few bits. All tensors of a file use the same factor, so that the
@@ -146,9 +146,14 @@ class GridTensor(Quantizer):
         bounds = middle_chunk(self.source)
         values, base, steps, labels, row_patterns = self.inputs(*bounds, self.source.patterns(*bounds))
         at = sampled(*bounds)
-        of_rows, base = steps[labels[at // row_patterns]], base[at - bounds[0]]
-        movements = (values[at - bounds[0]].astype(np.float64) - base) / of_rows
-        is_far = np.abs(base) > peak * of_rows
+        of_rows, sample = steps[labels[at // row_patterns]], values[at - bounds[0]].astype(np.float64)
+        origins = np.zeros_like(sample) if base is None else base[at - bounds[0]]
+        movements = (sample - origins) / of_rows
+        if base is None:
+            movements -= np.rint(movements)
+            # Steps above the spread have most values on one side of zero, with and without a restore.
+            movements[of_rows > np.sqrt(np.square(sample).mean())] = np.nan
+        is_far = np.abs(sample if base is None else origins) > peak * of_rows
         if np.count_nonzero(is_far) < MIN_DECIDING:
             is_far[:] = True
         old = self.rounding_rule

@@ -4,8 +4,8 @@ After a restore, the residual of a delta is the movement of the weights since th
 level loses part of that movement for good: if its density around the levels has the first Fourier coefficient
 c, the share 2 c (all of it from c = 1/2 on). If nothing was restored, residuals are spread evenly between the
 levels, c is 0, and rounding to nearest is best. Stochastic rounding loses no movement on average. Its seed is
-chosen once after a restore and then kept: the next residual contains the error of the last rounding, so the
-same thresholds send what that rounding did not.
+chosen once after a restore and then kept, and the steps with it: the next residual contains the error of the
+last rounding, so the same thresholds on the same levels send what that rounding did not.
 """
 
 from __future__ import annotations

@@ -240,6 +240,34 @@ def test_the_seed_changes_after_a_restore_and_only_then(spread: float, key: int,
     assert choose_rounding(np.zeros(n), half, TO_NEAREST, key) == TO_NEAREST
 
 
+def test_deltas_after_a_restore_keep_the_movement_whatever_their_steps(tmp_path: Path) -> None:
+    """Where little has moved, steps are finer by the movement; those of later deltas hold to the seed."""
+    config = Grid()
+    restored = written(tmp_path, "0", state(), config)
+    later = restored
+    for i in range(1, 6):
+        later = moved(later, 0.01, i)
+        found = written(tmp_path, str(i), later, config, str(i - 1))
+        assert 0.9 < share_kept(later[WEIGHT], found[WEIGHT], restored[WEIGHT]) < 1.1
+        if i > 1:
+            assert record_of(tmp_path, str(i)).settings == record_of(tmp_path, "1").settings
+    faster = moved(later, 4.0, 6)  # the steps of the base are far too fine
+    found = written(tmp_path, "6", faster, config, "5")
+    assert 0.9 < share_kept(faster[WEIGHT], found[WEIGHT], later[WEIGHT]) < 1.1
+
+
+@pytest.mark.parametrize("name", [WEIGHT, NORM])
+def test_a_full_file_after_a_restore_keeps_the_movement(tmp_path: Path, name: str) -> None:
+    """On the grid of the file that was restored, which the same weights have again."""
+    restored = written(tmp_path, "0", state(), Grid())
+    assert "drawn" not in record_of(tmp_path, "0").settings
+    later = moved(restored, 0.1, 1)
+    found = written(tmp_path, "1", later, Grid())
+    assert 0.9 < share_kept(later[name], found[name], restored[name]) < 1.1
+    error = np.abs(found[name].astype(np.float64) - later[name]).max()
+    assert error <= record_of(tmp_path, "1", name).max_abs_error
+
+
 def test_a_file_to_be_shipped_keeps_little_of_a_small_movement(tmp_path: Path) -> None:
     config = Grid(purpose="ship")
     restored = written(tmp_path, "0", state(), config)
