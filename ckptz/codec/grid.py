@@ -146,7 +146,7 @@ class UniformGrid(Recipe):
         grid = grid.choose_rounding(tensor.seed, PEAK if kept else PEAK_TO_SHIP, moves)
         recorded: dict[str, Setting] = {}
         if base is not None and grid.rounding_rule.is_stochastic:
-            recorded["step"] = float(self.step * grid.rows.steps[0] / rows.steps[0])
+            recorded["step"] = float(self.step * (grid.rows.steps[0] / rows.steps[0]))
         if grid.rounding_rule.is_stochastic and grid.rounding_rule == rule:
             # The errors of the base's rounding are in the residual. Its thresholds preserve movement with its
             # steps only: with others, two deltas after a restore lost a third of it.

@@ -12,7 +12,15 @@ from numpy.typing import NDArray
 from ckptz.codec.column_rounding import ColumnGrid, ColumnRounding, Targets
 from ckptz.codec.grid_steps import RowSteps, bare_levels, fit_levels, largest_magnitude
 from ckptz.codec.quantizer import Quantizer
-from ckptz.codec.rounding_rule import TO_NEAREST, RoundingRule, choose_rounding, middle_chunk, sampled
+from ckptz.codec.rounding_rule import (
+    LEAST,
+    LEAST_OF_CLUSTERS,
+    TO_NEAREST,
+    RoundingRule,
+    choose_rounding,
+    middle_chunk,
+    sampled,
+)
 from ckptz.codec.sensitivity import floats_in, floats_of
 from ckptz.codec.tensor import Bounds, MapFunction, SideInformation, summed
 from ckptz.codec.tensor_plan import ContextCounts, TensorPlan, stream_tables
@@ -35,6 +43,7 @@ from ckptz.kernels.floats import MAX_MAGNITUDE
 
 SAMPLE_OUTPUTS: Final = 128  # outputs of a layer that levels are fitted to
 N_FITS: Final = 2  # a third fit changes the size by less than 1 %
+FULL_STEPS: Final = 4.0  # least RMS, in steps, of rows of full files whose rounding is chosen
 MIN_DECIDING: Final = 256  # elements that decide on the dither seed at least
 FINEST: Final = 1 / 64  # smallest factor by which steps are reduced
 
@@ -151,14 +160,15 @@ class GridTensor(Quantizer):
         movements = (sample - origins) / of_rows
         if base is None:
             movements -= np.rint(movements)
-            # Steps above the spread have most values on one side of zero, with and without a restore.
-            movements[of_rows > np.sqrt(np.square(sample).mean())] = np.nan
+            # Densities that are not smooth over a step look clustered: steps have to be far below the spread.
+            movements[FULL_STEPS * of_rows > np.sqrt(np.square(sample).mean())] = np.nan
         is_far = np.abs(sample if base is None else origins) > peak * of_rows
         if np.count_nonzero(is_far) < MIN_DECIDING:
             is_far[:] = True
         old = self.rounding_rule
         thresholds = old.thresholds(bounds[0], bounds[1] - bounds[0])[at - bounds[0]]
-        rule = choose_rounding(np.where(is_far, movements, np.nan), thresholds, old, new_seed)
+        least = LEAST_OF_CLUSTERS if base is None else LEAST
+        rule = choose_rounding(np.where(is_far, movements, np.nan), thresholds, old, new_seed, least)
         share = min(max(most, FINEST), 1.0) if most and rule.is_stochastic else 1.0
         return replace(self, rounding_rule=rule, rows=replace(self.rows, steps=self.rows.steps * share))
 

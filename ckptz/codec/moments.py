@@ -522,7 +522,8 @@ class FineRounding(Recipe):
         if not _is_finite(source, run):
             return exact_with_note(tensor, "holds NaN or infinity")
         chosen = replace(self, size=self._size_for(tensor))
-        chosen = replace(chosen, rounding_rule=chosen._rounding_for(source, tensor.seed))
+        if tensor.base is not None:
+            chosen = replace(chosen, rounding_rule=chosen._rounding_of_delta(source, tensor.seed))
         kind = FLOAT_KINDS[source.dtype.name]
         restored = LazySource.of(
             source, lambda begin, end: chosen.rounded(source.patterns(begin, end), kind, begin)
@@ -547,7 +548,7 @@ class FineRounding(Recipe):
         step = min(step, MOST_OF_SPREAD * math.sqrt(max(statistics.spread**2 - mean**2, 0.0)))
         return 2.0 ** math.floor(math.log2(step)) if step > LEAST_SIZE else 0.0
 
-    def _rounding_for(self, source: TensorSource, new_seed: int) -> RoundingRule:
+    def _rounding_of_delta(self, source: TensorSource, new_seed: int) -> RoundingRule:
         """Choose the rounding rule from the first chunk; the base's file does not record its own."""
         n_dropped = self._n_dropped(FLOAT_KINDS[source.dtype.name])
         if n_dropped <= 0:

@@ -21,7 +21,8 @@ from ckptz.kernels import rounding
 from ckptz.kernels.floats import NEAREST, Floats, Reals
 
 LEAST: Final = 0.02  # c up to which a grid is rounded to nearest
-LEAST_OF_CLUSTERS: Final = 0.15  # the same for k-means levels, where c is 0.02 to 0.12 without a restore
+# The same for full files, and for k-means levels, where c is 0.02 to 0.12 without a restore.
+LEAST_OF_CLUSTERS: Final = 0.15
 N_SAMPLED: Final = 1 << 14  # elements of one chunk
 SURE: Final = 4.0  # standard errors of a significant correlation
 FARTHEST: Final = 2.0  # steps; larger residuals are clipped to this
