@@ -149,7 +149,7 @@ class UniformGrid(Recipe):
             recorded["step"] = float(self.step * (grid.rows.steps[0] / rows.steps[0]))
         if grid.rounding_rule.is_stochastic and grid.rounding_rule == rule:
             # The errors of the base's rounding are in the residual. Its thresholds preserve movement with its
-            # steps only: with others, two deltas after a restore lost a third of it.
+            # steps only; with others, a delta loses a part of it at any size of the steps.
             if stored is not None and of_base is not None and _ratio(of_base, grid.rows) <= SUITS:
                 grid = replace(grid, rows=of_base)
                 recorded["step"] = stored.settings["step"]
@@ -198,7 +198,7 @@ def _steps_of(stored: Stored | None, n_rows: int) -> RowSteps | None:
 
 
 def _ratio(these: RowSteps, others: RowSteps) -> float:
-    """Return the mean ratio of the steps of rows, the geometric mean."""
+    """Return the geometric mean, over rows, of the ratio of their steps."""
     return float(np.exp2(np.mean(np.log2(these.steps[these.labels] / others.steps[others.labels]))))
 
 

@@ -241,7 +241,7 @@ def test_the_seed_changes_after_a_restore_and_only_then(spread: float, key: int,
 
 
 def test_deltas_after_a_restore_keep_the_movement_whatever_their_steps(tmp_path: Path) -> None:
-    """Where little has moved, steps are finer by the movement; those of later deltas hold to the seed."""
+    """The first delta after a restore chooses fine steps, as little moved; others keep steps and seed."""
     config = Grid()
     restored = written(tmp_path, "0", state(), config)
     later = restored

@@ -150,12 +150,12 @@ def test_imports_go_strictly_down(module: str) -> None:
 
 
 def users_of(is_use: Callable[[ast.AST], bool]) -> set[str]:
-    """Names of the modules that have such a node."""
+    """Return the names of the modules that contain a node for which `is_use` is true."""
     return {module for module, tree in trees().items() if any(map(is_use, ast.walk(tree)))}
 
 
 def is_named(*names: str) -> Callable[[ast.AST], bool]:
-    """Whether a node is one of these, or an attribute that is written so."""
+    """Return a test of nodes: is it one of these names, dotted ones such as `json.loads` included?"""
     return lambda node: isinstance(node, ast.Attribute | ast.Name) and ast.unparse(node) in names
 
 

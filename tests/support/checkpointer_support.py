@@ -133,7 +133,7 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 
 def identical(a: Any, b: Any) -> bool:
-    """Whether two nested states have the same types and values, and dicts the same order."""
+    """Return whether two nested states have equal types and values, and dicts the same order of keys."""
     if isinstance(a, torch.Tensor):
         return isinstance(b, torch.Tensor) and a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
     if type(a) is not type(b):
