@@ -116,6 +116,7 @@ def _fitted(grid: Any, counted: Any, most: int, levels: LinearTable) -> TensorPl
 ARMS: Final[Mapping[str, Arm]] = {
     "grid, default": Arm(config=Grid()),
     "grid, from the base": Arm(config=Grid(), from_base=True),
+    "grid, from the base, doubled": Arm(config=Grid().scaled(2), from_base=True),
     "grid, all steps halved": Arm(config=Grid().scaled(0.5)),
     "grid, step 0.5": Arm(config=grid(0.5)),
     "grid, full files 0.25": Arm(config=Grid(full_step=0.25)),

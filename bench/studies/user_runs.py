@@ -5,9 +5,10 @@
 A GPT of 1.4 M parameters on words, 4,096 of them and many rare, with AdamW; its fine-tunes on other texts,
 whose words the base run has hardly met or never; a network on distorted characters and on handwritten digits,
 with SGD and Nesterov momentum, and with Adam. Each arm saves through one `ckptz.Checkpointer` that is made
-just before its first save, restores what it has just written and trains on. Everything is counted: files of
-weights and of state, full file included, against fp32 weights and the optimizer's tensors. What a constant is
-chosen on is never reported: see `CHOSEN_ON`.
+just before its first save, restores what it has just written and trains on; "headers, 10 of 30" saves every
+10 steps and restores every 30. Everything is counted: files of weights and of state, full file included,
+against fp32 weights and the optimizer's tensors. What a constant is chosen on is never reported: see
+`CHOSEN_ON`.
 
 Of each run: the end against the same run uninterrupted, the loss of the last file against the weights that it
 was made from, and the largest restored first moment against what its restored second moment allows. Seeds
@@ -180,21 +181,21 @@ def _trained(task: Task, step: int) -> Mapping[str, Tensor]:
     return found
 
 
-def scratch(text: Text, interval: int) -> Plan:
-    """From step `SEEN` of a run from scratch to its end."""
+def scratch(text: Text, interval: int, saves: int = 1) -> Plan:
+    """From step `SEEN` of a run from scratch to its end; a restart after every `saves` saves."""
     n = (N_STEPS - SEEN) // interval + 1
-    return Plan(_on_words(text, interval), n, tuple(range(n - 1)), _state_at(text, SEEN))
+    return Plan(_on_words(text, interval), n, tuple(range(0, n - 1, saves)), _state_at(text, SEEN))
 
 
-def fine_tune(base: Text, text: Text, interval: int) -> Plan:
-    """From the first checkpoint of a fine-tune to its end."""
+def fine_tune(base: Text, text: Text, interval: int, saves: int = 1) -> Plan:
+    """From the first checkpoint of a fine-tune to its end; a restart after every `saves` saves."""
     task, n = _tuned(base, text, interval), TUNING_STEPS // interval
     trainer = Trainer(task)
     trainer.model.load_state_dict(
         {k.removeprefix("model."): v for k, v in _state_at(base, N_STEPS).items() if k.startswith("model.")}
     )
     trainer.train(interval)
-    return Plan(task, n, tuple(range(n - 1)), trainer.state())
+    return Plan(task, n, tuple(range(0, n - 1, saves)), trainer.state())
 
 
 def greek() -> tuple[Tensor, Tensor]:
@@ -245,8 +246,10 @@ RUNS: Final[Mapping[str, Callable[[], Plan]]] = {
     "docstrings, 15": lambda: fine_tune(source, docstrings, 15),
     "characters, SGD": lambda: pictures(tasks.characters, "SGD", 300),
     "headers, 10": lambda: scratch(headers, 10),
+    "headers, 10 of 30": lambda: scratch(headers, 10, saves=3),
     "headers, 30": lambda: scratch(headers, 30),
     "headers, 90": lambda: scratch(headers, 90),
+    "licences, 5 of 15": lambda: fine_tune(headers, licences, 5, saves=3),
     "licences, 15": lambda: fine_tune(headers, licences, 15),
     "licences, 30": lambda: fine_tune(headers, licences, 30),
     "Greek, SGD": lambda: pictures(greek, "SGD", 600),
@@ -308,13 +311,14 @@ def _restarted(plan: Plan, arm: str, seed: int) -> dict[str, Any]:
             found["sizes"].append(report.stored_bytes)
             found["encode_cpu_s"].append(spent)
             found["notes"] = [*report.notes]
-            saver.restore(trainer.step)
-            found["beyond"].append(_beyond(trainer))
+            if index in plan.failures or index + 1 == plan.n_checkpoints:
+                saver.restore(trainer.step)
+                found["beyond"].append(_beyond(trainer))
         found["last_file"] = trainer.evaluate(HELD_OUT).loss
     finally:
         saver.close()
         shutil.rmtree(folder)
-    return found | {"n_restarts": plan.n_checkpoints - 1}
+    return found | {"n_restarts": len(plan.failures)}
 
 
 def _beyond(trainer: Trainer) -> float:
