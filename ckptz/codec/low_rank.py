@@ -204,12 +204,12 @@ def low_rank(
     steps = np.sqrt(12 * error / values)
     rows = _codes(left[:, :n_kept] * np.sqrt(values), moments.rows, steps)
     columns = _codes(right[:, :n_kept] * np.sqrt(values), moments.columns, steps)
-    found = _fitted(moments, rows, columns, update_scale)
-    if found is None or second is None:
-        return found
-    is_worse = _worse_rows(moments, second, found, update_scale, bound)
+    terms = _fitted(moments, rows, columns, update_scale)
+    if terms is None or second is None:
+        return terms
+    is_worse = _worse_rows(moments, second, terms, update_scale, bound)
     if not is_worse.any():
-        return found
+        return terms
     return _fitted(moments, np.where(is_worse[:, None], 0, rows), columns, update_scale)
 
 
@@ -244,7 +244,7 @@ def _fitted(
 def _worse_rows(
     moments: FirstMoments,
     second: TensorSource,
-    found: LowRank,
+    terms: LowRank,
     update_scale: float,
     bound: MomentBound | None,
 ) -> NDArray[np.bool_]:
@@ -259,7 +259,7 @@ def _worse_rows(
     blocks = zip(_blocks(moments.source, n_columns), _blocks(second, n_columns), strict=True)
     for (begin, first), (_, squares) in blocks:
         end = begin + len(first)
-        restored = found.products(begin * n_columns, end * n_columns)
+        restored = terms.products(begin * n_columns, end * n_columns)
         sums = restored.view(np.float32).reshape(first.shape)
         is_live, is_kept = squares > 0, squares > 0
         n_beside = np.zeros(len(first), np.int64)

@@ -406,8 +406,8 @@ def _read_index(folder: Path, index_file: str) -> _Layout:
 def _check_weight_map(folder: Path, layout: _Layout, shard_of: Mapping[str, str]) -> None:
     """Require that every tensor of the index is in the shard that it names."""
     for name, file in (layout.weight_map or {}).items():
-        if (found := shard_of.get(name)) != file:
-            where = "not in this shard," if found is None else f"in {found}, not here"
+        if (shard := shard_of.get(name)) != file:
+            where = "not in this shard," if shard is None else f"in {shard}, not here"
             raise CorruptionError(f"{folder / file}: tensor {name!r} is {where} as {layout.index_file} says")
 
 

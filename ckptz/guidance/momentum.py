@@ -179,20 +179,20 @@ class UpdateTracker:
 
         Their learning rates are extrapolated linearly from the snapshot.
         """
-        found = {}
+        moments = {}
         for parameter, one in trained.items():
             last = self._snapshots.get(parameter)
             before = None if last is None else (last.rate, _n_updates(last, one, step))
             if (lost := _lost(one, before)) is not None:
-                found[parameter] = lost
-        return found
+                moments[parameter] = lost
+        return moments
 
     def guides(self, trained: Mapping[str, ParamState], step: int | None) -> dict[str, SideInformation]:
         """Return the side information of first moments, update scale and bound, by their names.
 
         The update scale is limited by the update that training has made since the snapshot.
         """
-        found = {}
+        guides = {}
         for parameter, lost in self.lost(trained, step).items():
             one = trained[parameter]
             moved, n_updates = self._moved(parameter, one, step, lost.decay)
@@ -200,8 +200,8 @@ class UpdateTracker:
             size = UNKNOWN_SHARE * own if moved is None or not n_updates else max(_rms(moved), own)
             worth = UNSCALED_WORTH if lost.second is None else 1.0
             update_scale = worth * lost.decay.total / lost.decay.root / size if size else None
-            found[one.names[lost.decay.moment]] = replace(lost.bound, update_scale=update_scale)
-        return found
+            guides[one.names[lost.decay.moment]] = replace(lost.bound, update_scale=update_scale)
+        return guides
 
     def _moved(
         self, parameter: str, one: ParamState, step: int | None, decay: MomentumDecay
@@ -230,7 +230,7 @@ class UpdateTracker:
         If a share cannot be measured now, the last measured one is used; without one it is left out. If a
         process has parts of weights only, `pool` adds up the inner products of all processes.
         """
-        found, known = {}, dict[str, float]()
+        projections, known = {}, dict[str, float]()
         for parameter, one in lost.items():
             moved, n_updates = self._moved(parameter, trained[parameter], step, one.decay)
             if moved is None:
@@ -240,10 +240,10 @@ class UpdateTracker:
                 n_free = min(math.prod(shape[:1]) + math.prod(shape[1:]), len(moved))
                 has_lost = self._snapshots[parameter].has_lost
                 in_noise = one.decay.in_noise(n_updates, from_zero=has_lost)
-                found[parameter] = ProjectionStats.of(one.sample(), moved, in_noise, n_free)
+                projections[parameter] = ProjectionStats.of(one.sample(), moved, in_noise, n_free)
             elif self._snapshots[parameter].is_restored:  # the lost part was already lost in the restore
                 known[parameter] = 0.0
-        self._shares |= shares_of(pool(found))
+        self._shares |= shares_of(pool(projections))
         return {name: self._shares[name] for name in lost if name in self._shares} | known
 
 

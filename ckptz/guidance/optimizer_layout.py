@@ -60,14 +60,14 @@ class ParamState:
     @property
     def rate(self) -> float | None:
         """Learning rate of the next update; None if unknown."""
-        found = self.settings.get("lr")
-        return found if isinstance(found, int | float) else None
+        rate = self.settings.get("lr")
+        return rate if isinstance(rate, int | float) else None
 
     @property
     def updates(self) -> float | None:
         """Number of its updates; None if its optimizer does not count them."""
-        found = self.state.get("step")
-        return float(found) if isinstance(found, int | float) else None
+        step = self.state.get("step")
+        return float(step) if isinstance(step, int | float) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,7 @@ def param_states_in(
         tree: tree of the file, as in `Index.tree`.
         roles: roles of the tensors, which name the parameters of numbered states.
     """
-    found: dict[str, ParamState] = {}
+    states: dict[str, ParamState] = {}
     weights = {roles[name].parameter: name for name in tensors if roles[name].role == "weight"}
     for state in optimizers_in(None if tree is None else parse_tree(tree).root):
         for entry in entries_in(state, tensors):
@@ -211,13 +211,13 @@ def param_states_in(
             parameter = owners.pop()
             name = weights[parameter]
             master = _master_of(tensors[name], parameter, tensors, roles)
-            found[parameter] = ParamState(
+            states[parameter] = ParamState(
                 master or name,
                 tensors[master or name],
                 *(entry.settings, entry.state, entry.names),
                 rounded=None if master is None else (name, tensors[name]),
             )
-    return found
+    return states
 
 
 def _master_of(
@@ -247,8 +247,8 @@ def can_move(weight: TensorSource) -> bool:
 
 def rounded(patterns: Patterns, to: TensorSource) -> Patterns:
     """Round F32 patterns to the dtype of a weight."""
-    found: Patterns = cpu().from_f32(patterns, FLOAT_KINDS[to.dtype.name])
-    return found
+    rounded_patterns: Patterns = cpu().from_f32(patterns, FLOAT_KINDS[to.dtype.name])
+    return rounded_patterns
 
 
 def _number(value: Any, tensors: Mapping[str, TensorSource]) -> Any:
@@ -375,14 +375,14 @@ def _parameters(
         own = {name: weight for name, weight in weights.items() if name in part}
         if names.listed_in is not None:
             _check_listed(entries, list(own.values()), names.listed_in)
-        found = _match(entries, list(own.values()), is_ordered=ordered.issuperset(own))
-        return (found[1] and _match_by_model(entries, list(own.values()), names)) or found
+        result = _match(entries, list(own.values()), is_ordered=ordered.issuperset(own))
+        return (result[1] and _match_by_model(entries, list(own.values()), names)) or result
 
     whole = match(weights)
     if not whole[1]:
         return whole
-    found = (match(part) for part in parts if not weights.keys().isdisjoint(part))
-    return next((one for one in found if not one[1]), whole)
+    results = (match(part) for part in parts if not weights.keys().isdisjoint(part))
+    return next((one for one in results if not one[1]), whole)
 
 
 def _check_listed(entries: Sequence[OptimizerEntry], weights: Weights, listed_in: Path) -> None:

@@ -721,14 +721,14 @@ class Checkpointer:
         model |= {name: value for name, value in outline.items() if name not in model}
         model = {name: value for name, value in model.items() if name not in unexpected}
         rest = None if state is None else rest_of(state.load(self._restore_jobs), state)
-        found = Restored(
+        report = Restored(
             step=step,
             is_exact=not (missing or unexpected),
             notes=() if rest is None or state is None else tuple(bound_first_moments(rest, state.lossy)),
             missing=missing,
             unexpected=unexpected,
         )
-        return model, weights.versions(), rest, found
+        return model, weights.versions(), rest, report
 
     def discard_after(self, step: int) -> None:
         """Delete all later steps, to continue from this one.

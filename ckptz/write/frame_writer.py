@@ -139,9 +139,9 @@ class FilePlan:
         joint = [
             name for name, source in self.tensors.items() if recipes[name].is_joint and source.n_patterns
         ]
-        found = run(lambda name: recipes[name].movement(self._tensor_to_encode(name, self.base(name))), joint)
+        moves = run(lambda name: recipes[name].movement(self._tensor_to_encode(name, self.base(name))), joint)
         sizes = (self.tensors[name].n_patterns for name in joint)
-        pairs = [(moved, n) for moved, n in zip(found, sizes, strict=True) if moved is not None]
+        pairs = [(moved, n) for moved, n in zip(moves, sizes, strict=True) if moved is not None]
         n_patterns = sum(n for _, n in pairs)
         self._movement = sum(moved * n for moved, n in pairs) / n_patterns if n_patterns else None
 

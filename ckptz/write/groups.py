@@ -35,16 +35,16 @@ class Groups:
 
     def entries(self, frames: Sequence[TensorEntry]) -> list[TensorEntry]:
         """Return the index entries of all tensors, given those of the frames."""
-        by_name, found = {entry.name: entry for entry in frames}, []
+        by_name, entries = {entry.name: entry for entry in frames}, []
         for name, source in self.tensors.items():
             if (number := self.group_of.get(name)) is None:
-                found.append(by_name[name])
+                entries.append(by_name[name])
                 continue
             frame, shape = by_name[group_name(number)], tuple(source.shape)
             checksum = f"{checksum_of_chunk(source.patterns(0, source.n_patterns)):016x}"
             where = frame.dtype, shape, frame.offset, frame.n_bytes
-            found.append(TensorEntry(name, *where, checksum, None, number))
-        return found
+            entries.append(TensorEntry(name, *where, checksum, None, number))
+        return entries
 
     def count(self, frames: Sequence[str]) -> int:
         """Count the tensors in the frames of the given names."""
@@ -61,9 +61,9 @@ def grouped(plan: FilePlan, apart: Collection[str] = ()) -> tuple[FilePlan, Grou
     """
     groups = _groups_of(plan, apart)
     group_of = {name: number for number, names in enumerate(groups) for name in names}
-    found = Groups(plan.tensors, group_of)
+    joined = Groups(plan.tensors, group_of)
     if not groups:
-        return plan, found
+        return plan, joined
     sources = [JoinedSource.of([plan.tensors[name] for name in names]) for names in groups]
     tensors = dict[str, TensorSource]()
     for name, source in plan.tensors.items():
@@ -77,7 +77,7 @@ def grouped(plan: FilePlan, apart: Collection[str] = ()) -> tuple[FilePlan, Grou
         members = [(name, tuple(plan.tensors[name].shape)) for name in names]
         if (base := group_base(sources[number].dtype, members, plan.job.bases)) is not None:
             bases[group_name(number)] = base
-    return replace(plan, job=replace(plan.job, tensors=tensors, bases=bases), recipes=recipes), found
+    return replace(plan, job=replace(plan.job, tensors=tensors, bases=bases), recipes=recipes), joined
 
 
 def _groups_of(plan: FilePlan, apart: Collection[str]) -> list[list[str]]:
@@ -89,9 +89,9 @@ def _groups_of(plan: FilePlan, apart: Collection[str]) -> list[list[str]]:
             # Methods give equal recipes as one object, and hashing one takes longer than all else here.
             small.setdefault((source.dtype.name, id(recipe)), []).append((name, n_patterns))
     groups: list[list[str]] = []
-    for found in small.values():
+    for members in small.values():
         left = 0
-        for name, n_patterns in found if len(found) >= LEAST_TENSORS else ():
+        for name, n_patterns in members if len(members) >= LEAST_TENSORS else ():
             if n_patterns > left:
                 groups.append([])
                 left = MAX_GROUP
