@@ -93,7 +93,7 @@ def recipes_of_codes(tensors: Mapping[str, TensorSource], recipes: Mapping[str, 
     bitsandbytes stores moments as `state1` and `state2`, beside the scales of their blocks, `absmax1` and
     `absmax2`.
     """
-    recipes = dict[str, Recipe]()
+    of_codes = dict[str, Recipe]()
     for name, source in tensors.items():
         shape = source.shape
         if source.dtype.name != "U8" or len(shape) < 2 or (match := _CODES.fullmatch(name)) is None:
@@ -104,8 +104,8 @@ def recipes_of_codes(tensors: Mapping[str, TensorSource], recipes: Mapping[str, 
             and is_matrix
             and f"{match['stem']}absmax{match['number']}" in tensors
         ):
-            recipes[name] = _RECIPES[match["number"]]
-    return recipes
+            of_codes[name] = _RECIPES[match["number"]]
+    return of_codes
 
 
 def _with_products(tensor: TensorToEncode, values: Float32Array, most_bytes: float) -> TensorPlan | None:
