@@ -1,4 +1,4 @@
-"""Arguments of a wrong type are refused by name, and numbers of other libraries are taken as Python's own."""
+"""Arguments of a wrong type are refused by name, and numbers of other libraries become built-in numbers."""
 
 import re
 from collections.abc import Callable
@@ -29,20 +29,20 @@ def quality(state: Any) -> float:
     return 1.0
 
 
-def accelerated(options: Any) -> object:
+def register_accelerate(options: Any) -> object:
     accelerate = pytest.importorskip("accelerate")
     from ckptz.integrations.accelerate import register
 
     return register(accelerate.Accelerator(cpu=True), options)
 
 
-def written_by_dcp(**settings: Any) -> object:
+def dcp_writer(**settings: Any) -> object:
     from ckptz.integrations.dcp import CkptzStorageWriter
 
     return CkptzStorageWriter("folder", **settings)
 
 
-def chain(options: Any) -> object:
+def linked_chain(options: Any) -> object:
     from ckptz.integrations.linked import Chain
 
     return Chain(options)
@@ -94,21 +94,21 @@ def prune(**settings: Any) -> object:
     return ckptz.prune(".", **settings)
 
 
-def applied(**settings: Any) -> object:
+def apply(**settings: Any) -> object:
     save_file(WEIGHTS, "a.ckptz")
     return apply_({"weight": torch.zeros(96, 96)}, "a.ckptz", **settings)
 
 
-def followed(**settings: Any) -> object:
+def follow(**settings: Any) -> object:
     Publisher("published").publish({"weight": torch.zeros(96, 96)}, step=1)
     return Follower("published").apply_to({"weight": torch.zeros(96, 96)}, **settings)
 
 
-def saved(**settings: Any) -> object:
+def save_bytes(**settings: Any) -> object:
     return save(WEIGHTS, **settings)
 
 
-def loaded(**settings: Any) -> object:
+def load_bytes(**settings: Any) -> object:
     return load(save(WEIGHTS), **settings)
 
 
@@ -132,7 +132,7 @@ def link(**settings: Any) -> object:
     return Link(dst=1, policy="safe", **settings)
 
 
-# What each call is given under a name, one wrong value after another.
+# Callables, and the wrong values of each of their arguments.
 WRONG: list[tuple[Callable[..., object], dict[str, tuple[Any, ...]]]] = [
     (
         ckptz.KeepPolicy,
@@ -154,9 +154,9 @@ WRONG: list[tuple[Callable[..., object], dict[str, tuple[Any, ...]]]] = [
     (search, {"max_evaluations": (2.5,), "budgets": (0.01, (0.01,)), "cubes": (5,), "template": ("grid",)}),
     (search, {"parent": ({"step": 1},)}),
     (checkpointer, {"every": ("5", 5.0), "full_every": ("16",), "restores": (1.5,), "jobs": (0, "2")}),
-    (chain, {"options": ({"exact": 1},)}),
-    (written_by_dcp, {"options": ({"exact": 1},), "keep_last": ("3",)}),
-    (accelerated, {"options": ({"exact": 1},)}),
+    (linked_chain, {"options": ({"exact": 1},)}),
+    (dcp_writer, {"options": ({"exact": 1},), "keep_last": ("3",)}),
+    (register_accelerate, {"options": ({"exact": 1},)}),
     (chain_options, {"exact": (1.0,), "full_every": ("16",), "jobs": (0,)}),
     (calibration, {"memory_cap": ("1 GB",)}),
     (sensitivity, {"beta": ("0.9",)}),
@@ -164,13 +164,13 @@ WRONG: list[tuple[Callable[..., object], dict[str, tuple[Any, ...]]]] = [
     (prune, {"keep": ({"last": 2},), "after": ("1",)}),
     (restore, {"max_decoded_bytes": ("1 GB",)}),
     (diff, {"top": ("2", -1)}),
-    (saved, {"jobs": ("2", 0, -1)}),
-    (loaded, {"jobs": (2.0, 0), "max_decoded_bytes": ("1 GB",)}),
-    (applied, {"max_decoded_bytes": ("1 GB",)}),
+    (save_bytes, {"jobs": ("2", 0, -1)}),
+    (load_bytes, {"jobs": (2.0, 0), "max_decoded_bytes": ("1 GB",)}),
+    (apply, {"max_decoded_bytes": ("1 GB",)}),
     (ckptz.warm_up, {"jobs": (0,)}),
     (publisher, {"full_every": ("10",), "keep_full": (2.0,), "jobs": ("2",)}),
     (follower, {"jobs": (0,)}),
-    (followed, {"step": ("1",)}),
+    (follow, {"step": ("1",)}),
     (Uniform, {"bits": ("8", 8.0), "block": (256.0,), "rans": ("no",)}),
     (TopK, {"share": ("0.1",), "values": (8.0,)}),
     (Tiled, {"bits": ("4",), "tile": (64.0,)}),
@@ -200,8 +200,8 @@ def test_a_wrong_type_is_refused_by_its_name(
     assert repr(value)[:40] in str(caught.value)
 
 
-def test_a_folder_stays_as_it_is_under_rules_that_mean_nothing(tmp_path: Path) -> None:
-    """As a float for a count once made each prune a warning, and steps piled up."""
+def test_prune_deletes_nothing_if_a_count_is_a_float(tmp_path: Path) -> None:
+    """A float as a count once turned each prune into a warning, and steps were never deleted."""
     save_file(WEIGHTS, tmp_path / "step-1.ckptz")
     with pytest.raises(ConfigError, match="exact must be a whole number"):
         ckptz.prune(tmp_path, ckptz.KeepPolicy(last=1, exact=1.0))
@@ -218,40 +218,40 @@ COUNTS: list[Callable[[int], Any]] = [np.uint8, np.int64, np.array, torch.tensor
 @pytest.mark.parametrize("scalar", SCALARS)
 def test_a_file_does_not_depend_on_the_type_of_a_number(scalar: Callable[[float], Any]) -> None:
     state = WEIGHTS | {"weight.exp_avg": WEIGHTS["weight"] / 8}
-    for made in (
+    for build in (
         lambda number: ckptz.Grid(step=number, dead_zone=number, moments=ckptz.Moments(first_step=number)),
         lambda number: ckptz.KMeans(prune=number, protect=number / 8, sigma=number),
     ):
-        given, usual = made(scalar(0.25)), made(0.25)
-        assert given == usual
-        assert hash(given) == hash(usual)
-        assert save(state, config=given) == save(state, config=usual)
+        converted, expected = build(scalar(0.25)), build(0.25)
+        assert converted == expected
+        assert hash(converted) == hash(expected)
+        assert save(state, config=converted) == save(state, config=expected)
 
 
 @pytest.mark.parametrize("scalar", COUNTS)
 def test_a_file_does_not_depend_on_the_type_of_a_count(scalar: Callable[[int], Any], tmp_path: Path) -> None:
-    given = ckptz.KMeans(levels=scalar(6), min_elements=scalar(64), layer_prune=[("head", scalar(0))])
-    usual = ckptz.KMeans(levels=6, min_elements=64, layer_prune=(("head", 0),))
-    assert given == usual
-    assert save(WEIGHTS, config=given) == save(WEIGHTS, config=usual)
+    converted = ckptz.KMeans(levels=scalar(6), min_elements=scalar(64), layer_prune=[("head", scalar(0))])
+    expected = ckptz.KMeans(levels=6, min_elements=64, layer_prune=(("head", 0),))
+    assert converted == expected
+    assert save(WEIGHTS, config=converted) == save(WEIGHTS, config=expected)
     save_file(WEIGHTS, tmp_path / "a.safetensors")
-    for name, step in (("given", scalar(5)), ("usual", 5)):
+    for name, step in (("converted", scalar(5)), ("expected", 5)):
         ckptz.compress(tmp_path / "a.safetensors", tmp_path / f"{name}.ckptz", step=step, jobs=scalar(1))
-    assert (tmp_path / "given.ckptz").read_bytes() == (tmp_path / "usual.ckptz").read_bytes()
+    assert (tmp_path / "converted.ckptz").read_bytes() == (tmp_path / "expected.ckptz").read_bytes()
     policy = LinkPolicy(forward=TopK(0.5, values=scalar(8)), backward=Uniform(scalar(8)), seed=scalar(3))
     assert policy.digest == LinkPolicy(forward=TopK(0.5), backward=Uniform(), seed=3).digest
     assert astuple(ckptz.KeepPolicy(last=scalar(2))) == astuple(ckptz.KeepPolicy(last=2))
 
 
-def test_whole_numbers_for_others_stay_whole() -> None:
-    """As they always did, and so do the bytes of records."""
+def test_integers_for_float_fields_stay_integers() -> None:
+    """The bytes of a file's records depend on it: JSON has 2, not 2.0."""
     assert type(ckptz.Grid(step=2).step) is int
     assert type(ckptz.Grid(step=np.int64(2)).step) is int
     assert type(ckptz.Grid(step=np.float64(2)).step) is float
     assert ckptz.Lossless(sparse=np.True_) == ckptz.Lossless(sparse=True)
     assert type(ckptz.Lossless(sparse=np.True_).sparse) is bool
     assert (check_int("n", True), check_float("n", False)) == (1, 0)
-    assert not any(isinstance(one, bool) for one in (check_int("n", True), check_float("n", False)))
+    assert not any(isinstance(number, bool) for number in (check_int("n", True), check_float("n", False)))
 
 
 def test_a_limit_of_bytes_may_be_written_as_a_float() -> None:
@@ -259,7 +259,7 @@ def test_a_limit_of_bytes_may_be_written_as_a_float() -> None:
         assert load(save(WEIGHTS), max_decoded_bytes=limit).keys() == WEIGHTS.keys()
 
 
-def test_methods_from_elsewhere_are_checked_alike() -> None:
+def test_fields_of_methods_of_other_packages_are_checked() -> None:
     fields: list[Any] = [("gain", float, field(default=1.0)), ("least", "int | None", field(default=None))]
     method: Any = make_dataclass("Theirs", fields, bases=(Method,), frozen=True)
     assert method() == method(gain=np.float32(1))
@@ -269,7 +269,7 @@ def test_methods_from_elsewhere_are_checked_alike() -> None:
             method(**wrong)
 
 
-def test_any_number_of_threads_may_be_asked_for() -> None:
-    """As they only start when there is work for them."""
+def test_a_number_of_threads_beyond_any_limit_is_accepted() -> None:
+    """Threads start only when there is work for them."""
     with Workers(10**19) as workers:
         assert list(workers.map(abs, (-1, -2))) == [1, 2]

@@ -1,4 +1,4 @@
-"""How the command line fails: one line, an exit code by cause, old files whole, nothing left behind."""
+"""Failures of the command line: one line, an exit code by cause, old files unchanged, no temporary files."""
 
 import contextlib
 import errno
@@ -32,10 +32,10 @@ from tests.support.cli_support import (
     write_plain,
 )
 
-LARGE = 400_000  # elements: several writes, and more than the limits below
+LARGE = 400_000  # elements: takes several writes, and exceeds the limits of file and disk size below
 
 
-# --- lines and codes ------------------------------------------------------------------------------
+# --- messages and exit codes ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -50,10 +50,10 @@ LARGE = 400_000  # elements: several writes, and more than the limits below
         (UnsupportedError("?"), 4),
         (MissingBaseError("?"), 5),
         (FileNotFoundError(errno.ENOENT, "?", "name"), 5),
-        (FileNotFoundError("said"), 5),
+        (FileNotFoundError("no such file"), 5),
         (BudgetError("?"), 6),
         (PermissionError(errno.EACCES, "?", "name"), 7),
-        (OSError("said"), 7),
+        (OSError("input/output error"), 7),
         (KeyboardInterrupt(), 130),
     ],
 )
@@ -64,7 +64,7 @@ def test_the_exit_code_tells_the_cause(error: BaseException, code: int) -> None:
     assert message
 
 
-def test_a_path_of_bytes_and_what_does_not_print_are_shown() -> None:
+def test_undecodable_paths_and_control_characters_are_escaped() -> None:
     assert "\\udcff: no such" in printable(failure_of(FileNotFoundError(errno.ENOENT, "?", b"\xff"))[1])
     assert printable("a\tb\u202e\x9bü") == "a\\tb\\u202e\\x9bü"
 
@@ -80,9 +80,9 @@ def test_the_package_is_the_program(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["ckptz", "log", "--help"])
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         runpy.run_module("ckptz", run_name="__main__")
-    assert ended.value.code == 0
+    assert exit_info.value.code == 0
     assert capsys.readouterr().out.split() == ckptz("log", "--help").stdout.split()
 
 
@@ -112,18 +112,18 @@ def test_errors_are_json_too(arguments: list[str]) -> None:
     assert error["exit_code"] == run.exit_code
 
 
-def test_what_was_done_before_an_error_is_in_the_json(tmp_path: Path) -> None:
+def test_the_json_reports_the_files_written_before_an_error(tmp_path: Path) -> None:
     good = write_plain(tmp_path / "good.safetensors", a_state())
     run = ckptz("compress", good, tmp_path / "gone.safetensors", "--json", fails=True)
     assert [report["output"] for report in run.json["files"]] == [str(tmp_path / "good.ckptz")]
     assert run.json["error"]["exit_code"] == run.exit_code == 5
 
 
-# --- outputs that are refused ---------------------------------------------------------------------
+# --- refused outputs ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("link", [None, os.symlink, os.link])
-def test_an_output_that_is_read_is_refused(link: Callable[..., None] | None, chain: Chain) -> None:
+def test_an_output_that_is_also_an_input_is_refused(link: Callable[..., None] | None, chain: Chain) -> None:
     target = chain.folder / "same"
     for verb, read, options in (
         ("compress", chain.second, []),
@@ -153,12 +153,12 @@ def test_an_input_that_changes_while_it_is_read_is_refused(
     assert "changed while it was read" in run.error
 
 
-# --- the disk, and ends that come early -----------------------------------------------------------
+# --- disk errors and signals ----------------------------------------------------------------------
 
 
 @pytest.fixture
 def large(tmp_path: Path) -> Path:
-    """A file that does not compress below the limits, and its output and restored twin of before."""
+    """Write a file that does not compress below the limits, its compressed file and its restored copy."""
     path = write_plain(tmp_path / "large.safetensors", a_state(n=LARGE))
     ckptz("compress", path)
     ckptz("restore", tmp_path / "large.ckptz", "-o", tmp_path / "back.safetensors")
@@ -166,7 +166,7 @@ def large(tmp_path: Path) -> Path:
 
 
 def jobs_of(large: Path) -> list[tuple[Path, list[object]]]:
-    """Two commands, each with the file that it would replace."""
+    """Return pairs of a file and a command that would replace it."""
     packed, back = large.with_suffix(".ckptz"), large.with_name("back.safetensors")
     return [
         (packed, ["compress", large, "--force", "--jobs", 1]),
@@ -177,12 +177,12 @@ def jobs_of(large: Path) -> list[tuple[Path, list[object]]]:
 def test_a_file_that_cannot_grow_leaves_the_old_one(large: Path) -> None:
     for target, arguments in jobs_of(large):
         old = target.read_bytes()
-        done = forked(*arguments, before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20,) * 2))
-        assert done.returncode == 7, done.stderr
-        line = done.stderr.splitlines()[-1]
+        process = forked(*arguments, before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20,) * 2))
+        assert process.returncode == 7, process.stderr
+        line = process.stderr.splitlines()[-1]
         assert line.startswith(f"ckptz: {target}: ")
         assert "-o" in line
-        assert "Traceback" not in done.stderr
+        assert "Traceback" not in process.stderr
         assert target.read_bytes() == old
         assert temporaries(large.parent) == []
 
@@ -197,7 +197,7 @@ def test_a_disk_that_cannot_be_read_is_named(chain: Chain, monkeypatch: pytest.M
     assert f"{chain.first}: Input/output error" in run.error
 
 
-def test_a_full_disk_is_said_with_a_remedy(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_message_about_a_full_disk_has_a_remedy(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
     def fsync(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -221,7 +221,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_a_really_full_disk_leaves_nothing(large: Path, small_disk: Path) -> None:
+def test_a_file_system_without_space_is_left_empty(large: Path, small_disk: Path) -> None:
     run = ckptz("compress", large, "-o", small_disk / "x.ckptz", fails=True)
     assert run.exit_code == 7
     assert "No space left" in run.error
@@ -232,33 +232,33 @@ def test_a_really_full_disk_leaves_nothing(large: Path, small_disk: Path) -> Non
 
 
 @dataclass
-class Deadly:
-    """A bar that sends a signal to its own process after a third of a file."""
+class SignallingBar:
+    """A progress bar that sends signal `number` to its own process after a third of a file."""
 
     number: int
 
     def install(self) -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell may have it ignored
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits it ignored
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
         verbs.progress_bar = lambda: contextlib.nullcontext(self)
 
     def start(self, name: str, n_bytes: int) -> None:
-        self.left = n_bytes // 3
+        self.n_bytes_left = n_bytes // 3
 
     def advance(self, n_bytes: int) -> None:
-        self.left -= n_bytes
-        if self.left < 0:
+        self.n_bytes_left -= n_bytes
+        if self.n_bytes_left < 0:
             os.kill(os.getpid(), self.number)
 
 
-def test_a_kill_leaves_the_old_file_and_what_is_recognised_as_temporary(large: Path) -> None:
+def test_a_kill_leaves_the_old_file_and_a_temporary_one(large: Path) -> None:
     for target, arguments in jobs_of(large):
         old = target.read_bytes()
-        done = forked(*arguments, before=Deadly(signal.SIGKILL).install)
-        assert done.returncode == -signal.SIGKILL, done.stderr
+        process = forked(*arguments, before=SignallingBar(signal.SIGKILL).install)
+        assert process.returncode == -signal.SIGKILL, process.stderr
         assert target.read_bytes() == old
-        [left] = temporaries(large.parent)
-        left.unlink()
+        [temporary] = temporaries(large.parent)
+        temporary.unlink()
         ckptz(*arguments)
         assert target.read_bytes() == old
 
@@ -269,9 +269,9 @@ def test_a_kill_leaves_the_old_file_and_what_is_recognised_as_temporary(large: P
 def test_an_interrupted_run_cleans_up(number: int, code: int, large: Path) -> None:
     for target, arguments in jobs_of(large):
         old = target.read_bytes()
-        done = forked(*arguments, "--jobs", 2, before=Deadly(number).install)
-        assert done.returncode == code, done.stderr
-        assert "Traceback" not in done.stderr
+        process = forked(*arguments, "--jobs", 2, before=SignallingBar(number).install)
+        assert process.returncode == code, process.stderr
+        assert "Traceback" not in process.stderr
         assert target.read_bytes() == old
         assert temporaries(large.parent) == []
 
@@ -287,8 +287,8 @@ def test_a_folder_that_cannot_be_written_is_named(chain: Chain) -> None:
 
 
 def test_the_leftovers_of_a_kill_are_not_taken_for_bases(chain: Chain) -> None:
-    left = chain.folder / ".step-1.ckptz.0badcafe.ckptz-tmp"
-    left.write_bytes(b"half")
+    temporary = chain.folder / ".step-1.ckptz.0badcafe.ckptz-tmp"
+    temporary.write_bytes(b"half")
     assert content_of(chain.delta) == content_of(chain.second)
 
 
@@ -298,8 +298,8 @@ def test_the_error_of_a_folder_that_cannot_be_written_names_the_output(tmp_path:
     assert raised.value.filename == str(tmp_path / "x.ckptz")
 
 
-def test_inspect_leaves_out_what_a_checkpointer_records_for_itself(tmp_path: Path) -> None:
+def test_inspect_hides_the_internal_metadata_of_a_checkpointer(tmp_path: Path) -> None:
     save_file({"w": np.zeros(9, np.float32)}, tmp_path / "a.ckptz", {"since_anchor": "1", "mine": "x"})
-    shown = ckptz("inspect", tmp_path / "a.ckptz").stdout
-    assert "metadata mine" in shown
-    assert "since_anchor" not in shown
+    text = ckptz("inspect", tmp_path / "a.ckptz").stdout
+    assert "metadata mine" in text
+    assert "since_anchor" not in text

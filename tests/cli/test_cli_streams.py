@@ -1,4 +1,4 @@
-"""What the command line does where its output cannot go, and with arguments that are hardly there."""
+"""The command line with full, closed or broken output streams, `--quiet`, and completion in shells."""
 
 import itertools
 import json
@@ -42,14 +42,14 @@ needs_full = pytest.mark.skipif(not Path(FULL).exists(), reason=f"needs {FULL}")
         (None, "restore", ("--json",)),
     ],
 )
-def test_output_that_goes_nowhere_is_one_line(
+def test_an_unusable_standard_output_is_reported_in_one_line(
     stdout: str | None, verb: str, options: tuple[str, ...], chain: Chain
 ) -> None:
     chain.first.unlink()
-    done = forked(verb, chain.full, *options, stdout=stdout)
-    assert done.returncode == 7, done.stderr
-    lines = [line for line in done.stderr.splitlines() if "ompil" not in line]
-    assert len(lines) == 1, done.stderr
+    process = forked(verb, chain.full, *options, stdout=stdout)
+    assert process.returncode == 7, process.stderr
+    lines = [line for line in process.stderr.splitlines() if "ompil" not in line]
+    assert len(lines) == 1, process.stderr
     assert lines[0].startswith("ckptz: standard output: ")
     assert temporaries(chain.folder) == []
     if verb == "restore":
@@ -57,18 +57,18 @@ def test_output_that_goes_nowhere_is_one_line(
 
 
 @needs_full
-def test_help_that_goes_nowhere_is_one_line_of_a_new_process() -> None:
+def test_help_to_a_full_disk_is_an_error_of_one_line() -> None:
     command = [sys.executable, "-c", "from ckptz_cli.main import main; main(['--help'])"]
     with Path(FULL).open("w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    assert done.returncode == 7
-    assert len(done.stderr.splitlines()) == 1
+        process = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert process.returncode == 7
+    assert len(process.stderr.splitlines()) == 1
 
 
 @needs_full
 @pytest.mark.parametrize("streams", [{"stderr": FULL}, {"stderr": None}, {"stderr": FULL, "stdout": FULL}])
 @pytest.mark.parametrize("verb", ["inspect", "verify"])
-def test_an_error_that_cannot_be_said_keeps_its_code(
+def test_an_error_that_cannot_be_printed_keeps_its_exit_code(
     streams: dict[str, str | None], verb: str, tmp_path: Path
 ) -> None:
     assert forked(verb, tmp_path / "gone", **streams).returncode == 5
@@ -78,17 +78,17 @@ def test_a_reader_that_goes_away_does_not_end_the_work(chain: Chain, tmp_path: P
     reader, writer = os.pipe()
     os.close(reader)
     out = tmp_path / "out"
-    done = forked("compress", chain.first, chain.second, "-o", out, stdout=writer)
-    assert (done.returncode, done.stderr) == (0, "")
+    process = forked("compress", chain.first, chain.second, "-o", out, stdout=writer)
+    assert (process.returncode, process.stderr) == (0, "")
     assert len(list(out.iterdir())) == 2
-    done = forked("inspect", chain.full, "--json", stdout=writer)
-    assert "Traceback" not in done.stderr
-    assert "Exception" not in done.stderr
+    process = forked("inspect", chain.full, "--json", stdout=writer)
+    assert "Traceback" not in process.stderr
+    assert "Exception" not in process.stderr
     os.close(writer)
 
 
 @pytest.mark.parametrize("option", ["--json", "-v"])
-def test_options_stand_before_or_after_the_verb(option: str, chain: Chain) -> None:
+def test_options_are_accepted_before_and_after_the_verb(option: str, chain: Chain) -> None:
     before, after = ckptz(option, "inspect", chain.full), ckptz("inspect", chain.full, option)
     assert before.stdout == after.stdout
     if option == "--json":
@@ -96,7 +96,7 @@ def test_options_stand_before_or_after_the_verb(option: str, chain: Chain) -> No
 
 
 @pytest.mark.parametrize("line", [("-q", "inspect"), ("inspect", "-q"), ("inspect", "--quiet")], ids=" ".join)
-def test_a_quiet_verb_says_only_what_is_asked_for_and_errors(line: tuple[str, ...], chain: Chain) -> None:
+def test_a_quiet_verb_prints_only_json_and_errors(line: tuple[str, ...], chain: Chain) -> None:
     run = ckptz(*line, chain.delta)
     assert (run.stdout, run.stderr) == ("", "")
     assert ckptz(*line, "--json", chain.delta).json["depth"] == 1
@@ -117,7 +117,7 @@ def test_every_verb_can_be_quiet_and_print_json(verb: str) -> None:
 
 
 def complete(*words: str) -> list[str]:
-    """What a shell is told that may stand in the place of the last word."""
+    """Return the completions that a shell is offered for the last word."""
     env = {
         "_CKPTZ_COMPLETE": "zsh_complete",
         "COMP_WORDS": " ".join(words),
@@ -130,10 +130,10 @@ def test_shells_complete_verbs_options_and_values() -> None:
     assert complete("ckptz", "re") == ["restore", "report", "rebase"]
     assert complete("ckptz", "restore", "--t") == ["--to"]
     assert complete("ckptz", "restore", "--to", "d") == ["dcp"]
-    assert complete("ckptz", "restore", "mod") == ["mod"]  # of the type "file", which the shell lists itself
+    assert complete("ckptz", "restore", "mod") == ["mod"]  # the type "file": the shell lists the files
 
 
-def test_the_original_has_a_chain_too(chain: Chain) -> None:
+def test_verify_needs_the_bases_of_the_original_too(chain: Chain) -> None:
     elsewhere = chain.folder / "deltas"
     elsewhere.mkdir()
     moved = chain.delta.rename(elsewhere / chain.delta.name)
@@ -144,7 +144,7 @@ def test_the_original_has_a_chain_too(chain: Chain) -> None:
 
 
 def test_inspect_parses_each_header_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    n = LEAST_TENSORS - 1  # more would share a frame
+    n = LEAST_TENSORS - 1  # from LEAST_TENSORS on, tensors share a frame
     rows = {f"t{i}": ("U8", (8,), bytes(range(8))) for i in range(n)}
     ckptz("compress", write_plain(tmp_path / "m.safetensors", rows))
     parsed: Counter[str] = Counter()
@@ -155,6 +155,6 @@ def test_inspect_parses_each_header_once(tmp_path: Path, monkeypatch: pytest.Mon
         return parse(*arguments)
 
     monkeypatch.setattr(FrameHeader, "parse", counted)
-    monkeypatch.setattr(HeaderCache.__init__, "__defaults__", (1,))  # keeps the last one only
+    monkeypatch.setattr(HeaderCache.__init__, "__defaults__", (1,))  # a cache of one header
     assert inspect(tmp_path / "m.ckptz").n_tensors == n
     assert parsed["headers"] == n

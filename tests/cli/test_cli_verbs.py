@@ -1,4 +1,4 @@
-"""The four verbs on good input: what they write, say and promise."""
+"""compress, restore, inspect and verify on valid input: outputs, reports, help, dry runs and target sizes."""
 
 import json
 import os
@@ -35,25 +35,25 @@ from tests.support.cli_support import (
 
 
 def test_a_file_with_spaces_in_its_header_keeps_its_tensors_and_their_order(tmp_path: Path) -> None:
-    whole = plain_bytes(a_state(), {"a": "b"})
-    n = int.from_bytes(whole[:8], "little")
-    header = json.dumps(json.loads(whole[8 : 8 + n]), indent=2).encode()
+    data = plain_bytes(a_state(), {"a": "b"})
+    n = int.from_bytes(data[:8], "little")
+    header = json.dumps(json.loads(data[8 : 8 + n]), indent=2).encode()
     path = tmp_path / "loose.safetensors"
-    path.write_bytes(len(header).to_bytes(8, "little") + header + whole[8 + n :])
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data[8 + n :])
     ckptz("compress", path)
     ckptz("restore", tmp_path / "loose.ckptz", "-o", tmp_path / "back.safetensors")
     assert content_of(tmp_path / "back.safetensors") == content_of(path)
 
 
-def test_any_number_of_threads_gives_the_same(chain: Chain) -> None:
-    made = set()
+def test_the_bytes_do_not_depend_on_the_number_of_threads(chain: Chain) -> None:
+    contents = set()
     for jobs in (1, 3):
         out, back = chain.folder / f"out-{jobs}.ckptz", chain.folder / f"back-{jobs}.safetensors"
         ckptz("compress", chain.second, "-o", out, "--base", chain.full, "--jobs", jobs)
         ckptz("restore", chain.delta, "-o", back, "--jobs", jobs)
         assert back.read_bytes() == chain.second.read_bytes()
-        made.add(out.read_bytes())
-    assert len(made) == 1
+        contents.add(out.read_bytes())
+    assert len(contents) == 1
 
 
 def test_a_plain_file_restores_to_torch_if_asked(chain: Chain) -> None:
@@ -79,10 +79,10 @@ def test_an_output_that_ends_with_a_separator_is_a_folder(
         restore("packed/model.ckptz", f"{model}/")
 
 
-# --- what is said ---------------------------------------------------------------------------------
+# --- reports --------------------------------------------------------------------------------------
 
 
-def test_compress_names_its_sizes_and_what_the_ratio_is_of(chain: Chain) -> None:
+def test_compress_prints_sizes_ratio_and_speed(chain: Chain) -> None:
     run = ckptz("compress", chain.first, "-o", chain.folder / "again.ckptz")
     [line] = run.stdout.splitlines()
     assert "x smaller, 0." in line or "x larger, " in line
@@ -110,7 +110,7 @@ def test_restore_reports_in_json(chain: Chain) -> None:
     assert report["content_id"] == ckptz("inspect", chain.delta, "--json").json["content_id"]
 
 
-def test_restore_says_that_checksums_match(chain: Chain) -> None:
+def test_restore_reports_that_checksums_match(chain: Chain) -> None:
     [line] = ckptz("restore", chain.delta, "-o", chain.folder / "o.safetensors").stdout.splitlines()
     assert "all checksums match" in line
     assert "chain of 2 files" in line
@@ -162,15 +162,15 @@ def test_verify_counts_what_it_checked(chain: Chain) -> None:
         assert "ok, 9 tensors identical to" in ckptz("verify", path, "--against", chain.second).stdout
 
 
-def test_verify_finds_stored_damage_that_decodes_to_the_same(chain: Chain) -> None:
-    """The stored checksum of a base's chunk that no tensor of the delta needs."""
-    whole = bytearray(chain.full.read_bytes())
+def test_verify_checks_chunks_of_a_base_that_the_delta_does_not_need(chain: Chain) -> None:
+    """Damage a chunk of the base that no tensor of the delta is predicted from."""
+    data = bytearray(chain.full.read_bytes())
     report = ckptz("inspect", chain.full, "--json").json
-    begin = 8 + int.from_bytes(whole[:8], "little")
+    begin = 8 + int.from_bytes(data[:8], "little")
     sparse = next(i for i, t in enumerate(report["tensors"]) if t["name"] == "sparse")
     end = begin + sum(t["stored_bytes"] for t in report["tensors"][: sparse + 1])
-    whole[end - 1] ^= 1
-    chain.full.write_bytes(whole)
+    data[end - 1] ^= 1
+    chain.full.write_bytes(data)
     run = ckptz("verify", chain.delta, fails=True)
     assert run.exit_code == 3
     assert "step-1.ckptz" in run.error
@@ -196,20 +196,20 @@ CHANGES: dict[str, tuple[Rows, dict[str, str] | None]] = {
 }
 
 
-@pytest.mark.parametrize("said", CHANGES)
-def test_verify_names_the_first_difference(said: str, chain: Chain) -> None:
-    rows, metadata = CHANGES[said]
+@pytest.mark.parametrize("difference", CHANGES)
+def test_verify_names_the_first_difference(difference: str, chain: Chain) -> None:
+    rows, metadata = CHANGES[difference]
     other = write_plain(chain.folder / "other.safetensors", rows, metadata)
     run = ckptz("verify", chain.delta, "--against", other, fails=True)
     assert run.exit_code == 3
-    assert said in run.error
+    assert difference in run.error
     assert "step-2.ckptz" in run.error
 
 
 def test_verify_goes_on_after_a_bad_file(chain: Chain) -> None:
-    whole = chain.full.read_bytes()
+    data = chain.full.read_bytes()
     broken = chain.folder / "broken.ckptz"
-    broken.write_bytes(whole[:-1])
+    broken.write_bytes(data[:-1])
     run = ckptz("verify", broken, chain.folder / "gone.ckptz", chain.full, "--json", fails=True)
     assert run.exit_code == 3
     first, second, third = run.json["files"]
@@ -218,7 +218,7 @@ def test_verify_goes_on_after_a_bad_file(chain: Chain) -> None:
     assert len(run.stderr.splitlines()) == 2
 
 
-def test_the_name_of_an_output_says_what_it_becomes(tmp_path: Path) -> None:
+def test_the_suffix_of_an_output_selects_its_format(tmp_path: Path) -> None:
     weight, nested = torch.randn(40, 30), {"a": {"b": torch.ones(3)}, "epoch": 3}
     ckptz_torch.save_state({"wte": weight, "head": weight}, tmp_path / "tied.ckptz")
     ckptz_torch.save_state(nested, tmp_path / "nested.ckptz")
@@ -250,11 +250,11 @@ def test_the_help_of_compress_has_each_option_once_and_the_common_ones_first() -
     titles = re.findall(r"^(\S.*):$", text, re.MULTILINE)
     assert titles[0] == "Used most"
     assert titles[-2:] == ["What is read and written", "Every command has"]
-    shown = re.findall(r"^  (?:-\w, )?(--[\w-]+)", text, re.MULTILINE)
+    listed = re.findall(r"^  (?:-\w, )?(--[\w-]+)", text, re.MULTILINE)
     verb = main.commands["compress"]
     with click.Context(verb) as context:
         options = [param.opts[-1] for param in verb.get_params(context) if isinstance(param, click.Option)]
-    assert sorted(shown) == sorted(options)
+    assert sorted(listed) == sorted(options)
 
 
 def test_the_list_of_verbs_cuts_no_sentence() -> None:
@@ -274,31 +274,31 @@ def test_help_is_quick_and_loads_little() -> None:
     seconds = []
     for _ in range(3):
         start = _children_seconds()
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         seconds.append(_children_seconds() - start)
-    assert not set(done.stderr.split()) & {"torch", "numba", "numpy", "rich", "msgspec"}
+    assert not set(process.stderr.split()) & {"torch", "numba", "numpy", "rich", "msgspec"}
     assert min(seconds) < 0.3
 
 
 def _children_seconds() -> float:
-    """Processor time of the processes that have ended: a busy machine does not add to it."""
-    used = os.times()
-    return used.children_user + used.children_system
+    """Return the CPU seconds of ended child processes, which other load on the machine does not increase."""
+    times = os.times()
+    return times.children_user + times.children_system
 
 
 # --- dry runs -------------------------------------------------------------------------------------
 
 
 def a_model(folder: Path, drift: float = 0.0) -> Path:
-    """Layers that are alike, an embedding of which few rows differ much, and small tensors."""
-    rng, moves = np.random.default_rng(0), np.random.default_rng(1)
+    """Write a model: 12 similar layers with biases, and an embedding of which 500 rows are larger."""
+    rng, changes = np.random.default_rng(0), np.random.default_rng(1)
     state = {f"layers.{i}.up.weight": rng.normal(0, 0.02 + 0.002 * i, (256, 64)) for i in range(12)}
     state["embed.weight"] = (
         rng.normal(0, 0.02, (6000, 64)) * np.where(np.arange(6000) < 500, 3.0, 1.0)[:, None]
     )
     state |= {f"layers.{i}.bias": rng.normal(0, 0.01, 64) for i in range(12)}
-    moved = {name: (x + drift * moves.normal(0, 0.02, x.shape)).astype("f4") for name, x in state.items()}
-    save_file(moved, folder / f"model-{drift}.safetensors")
+    tensors = {name: (x + drift * changes.normal(0, 0.02, x.shape)).astype("f4") for name, x in state.items()}
+    save_file(tensors, folder / f"model-{drift}.safetensors")
     return folder / f"model-{drift}.safetensors"
 
 
@@ -312,9 +312,11 @@ def test_a_dry_run_predicts_what_each_method_would_write_and_writes_nothing(
     for against in ((), ("--base", base.with_suffix(".ckptz"))):
         before = sorted(os.listdir(tmp_path))
         methods = [word for name in METHODS for word in ("--method", name)]
-        found = ckptz("compress", source, "-o", tmp_path / "new/", *against, "--dry-run", *methods, "--json")
+        dry_run = ckptz(
+            "compress", source, "-o", tmp_path / "new/", *against, "--dry-run", *methods, "--json"
+        )
         assert sorted(os.listdir(tmp_path)) == before
-        for report in found.json["files"]:
+        for report in dry_run.json["files"]:
             method = ("--method", report["method"])
             out = tmp_path / "out.ckptz"
             (real,) = ckptz("compress", source, "-f", "-o", out, *against, *method, "--json").json["files"]
@@ -328,8 +330,8 @@ def test_a_dry_run_predicts_what_each_method_would_write_and_writes_nothing(
 
 
 def test_a_dry_run_of_a_small_file_is_exact(chain: Chain) -> None:
-    (found,) = ckptz("compress", chain.first, "--dry-run", "--json").json["files"]
-    assert found["stored_bytes"] == chain.full.stat().st_size
+    (report,) = ckptz("compress", chain.first, "--dry-run", "--json").json["files"]
+    assert report["stored_bytes"] == chain.full.stat().st_size
 
 
 # --- target sizes ---------------------------------------------------------------------------------
@@ -343,48 +345,48 @@ def test_a_target_size_gives_the_finest_file_that_fits(method: str, ratio: int, 
     limit = report["tensor_bytes"] / ratio
     assert 0.99 * limit <= out.stat().st_size == report["stored_bytes"] <= limit
     assert report["search"]["method"] == method
-    found = tmp_path / "found.json"
-    found.write_text(run.stdout)
-    ckptz("compress", source, "-o", tmp_path / "again.ckptz", "--config", found)
+    config = tmp_path / "config.json"
+    config.write_text(run.stdout)
+    ckptz("compress", source, "-o", tmp_path / "again.ckptz", "--config", config)
     assert content_of(tmp_path / "again.ckptz") == content_of(out)
-    assert sorted(os.listdir(tmp_path)) == ["again.ckptz", "found.json", source.name, "out.ckptz"]
+    assert sorted(os.listdir(tmp_path)) == ["again.ckptz", "config.json", source.name, "out.ckptz"]
 
 
-def test_what_fits_without_loss_is_lossless_and_what_cannot_fit_is_refused(tmp_path: Path) -> None:
+def test_a_target_size_is_met_without_loss_if_possible_and_refused_if_impossible(tmp_path: Path) -> None:
     source, out = a_model(tmp_path), tmp_path / "out.ckptz"
     (report,) = ckptz("compress", source, "-o", out, "--target-size", "1GB", "--json").json["files"]
     assert report["n_lossy"] == 0
     ckptz("verify", out, "--against", source)
-    for words, what in (
+    for words, message in (
         (("--target-size", "2000x"), "the smallest has about"),
         (("--target-size", "much"), "must be a size such as 500MB"),
         (("--target-size", "9x", "--method", "lossless"), "leave out --eval and --method lossless"),
         (("--target-size", "9x", "--chain"), "and a chain"),
     ):
         run = ckptz("compress", source, "-o", tmp_path / "new.ckptz", *words, fails=True)
-        assert (run.exit_code, what in run.error) == (2, True), run.error
+        assert (run.exit_code, message in run.error) == (2, True), run.error
     assert not (tmp_path / "new.ckptz").exists()
 
 
 # --- the options of compress ----------------------------------------------------------------------
 
 
-def test_the_help_of_compress_fits_one_look() -> None:
+def test_the_help_of_compress_is_at_most_70_lines() -> None:
     text = ckptz("compress", "--help").stdout
-    assert len(re.findall(r"^  (?:-\w, )?--[a-z]", text, re.MULTILINE)) <= 22 + 1  # --help itself
+    assert len(re.findall(r"^  (?:-\w, )?--[a-z]", text, re.MULTILINE)) <= 22 + 1  # 1 for --help
     assert len(text.splitlines()) <= 70
 
 
 @pytest.mark.parametrize("verb", main.commands)
 def test_short_options_mean_the_same_for_every_verb(verb: str) -> None:
-    meant = {"--force": "-f", "--jobs": "-j", "--verbose": "-v", "--quiet": "-q", "--output": "-o"}
+    short = {"--force": "-f", "--jobs": "-j", "--verbose": "-v", "--quiet": "-q", "--output": "-o"}
     for param in main.commands[verb].params:
-        for name in set(param.opts) & set(meant):
-            assert param.opts[0] == meant[name]
+        for name in set(param.opts) & set(short):
+            assert param.opts[0] == short[name]
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt", ".bin"])
-def test_an_output_that_is_called_as_another_kind_is_refused(
+def test_an_output_with_the_suffix_of_another_format_is_refused(
     suffix: str, chain: Chain, tmp_path: Path
 ) -> None:
     run = ckptz("compress", chain.first, "-o", tmp_path / f"x{suffix}", fails=True)
@@ -413,11 +415,11 @@ def test_a_configuration_file_has_settings_of_all_kinds(tmp_path: Path) -> None:
     assert (report["step"], report["n_lossy"] > 0) == (7, True)
     (report,) = ckptz("compress", source, *out, "-f", "--set", "input.step=8").json["files"]
     assert report["step"] == 8
-    for text, what in (
+    for text, message in (
         ("[input]\nstop = 7", "input.stop: unknown; use one of"),
         ("levels = 4", "names no method"),
     ):
         config.write_text(text)
-        assert what in ckptz("compress", source, *out, "-f", fails=True).json["error"]["message"]
+        assert message in ckptz("compress", source, *out, "-f", fails=True).json["error"]["message"]
     run = ckptz("compress", source, "-f", "--set", "guide.calibration=", fails=True)
     assert "is not a file name" in run.error

@@ -1,6 +1,6 @@
-"""Command lines that are refused: exit code and words of the one line that says why; no file changes.
+"""Refused command lines: exit code and words of the error, which is one line; no file changes.
 
-All are run in one folder, `scene`, from names in it.
+All run in the folder of the fixture `scene`, with names of files in it.
 """
 
 import os
@@ -20,41 +20,45 @@ EVALUATED = "compress a.safetensors -o o.ckptz --eval evaluate.py:loss --budget 
 
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A full file, a delta and their plain files, a run of four steps, and what may be taken for others."""
-    at = tmp_path_factory.mktemp("scene")
-    sources = [write_plain(at / f"{name}.safetensors", a_state(drift=i / 100)) for i, name in enumerate("ab")]
+    """Write a full file, a delta, their plain files, a run of three steps, and invalid or unusual inputs."""
+    folder = tmp_path_factory.mktemp("scene")
+    sources = [
+        write_plain(folder / f"{name}.safetensors", a_state(drift=i / 100)) for i, name in enumerate("ab")
+    ]
     compress(sources, chain=True, jobs=1)
-    steps = [write_plain(at / f"step-{i}.safetensors", a_state(drift=i / 1000, n=500)) for i in (8, 9, 10)]
-    compress(steps, at / "run", chain=True, jobs=1)
+    steps = [
+        write_plain(folder / f"step-{i}.safetensors", a_state(drift=i / 1000, n=500)) for i in (8, 9, 10)
+    ]
+    compress(steps, folder / "run", chain=True, jobs=1)
     for path in steps:
         path.unlink()
     for name in ("empty", "steps", "new.ckptz", "x/m", "y/x/m"):
-        (at / name).mkdir(parents=True)
+        (folder / name).mkdir(parents=True)
     for name in ("steps/step-1", "steps/step-2", "new", "x/m/n", "y/x/m/n"):
-        write_plain(at / f"{name}.safetensors", a_state(n=200))
-    compress(hf_folder(at / "hf"), at / "packed")
-    (at / "model.pt").write_bytes(TORCH)
-    (at / "bytes.toml").write_bytes(b"\xff\xfe\x00")
-    (at / "cut.toml").write_text("a = [")
-    (at / "other.toml").write_text("[[rule]]\nnothing = 1")
-    (at / "king.toml").write_text('[[rule]]\nname = "x"\nrole = "king"\n')
-    (at / "evaluate.py").write_text("def loss(state):\n    return 2.0\n")
-    (at / "page.html").write_text("<!doctype html> mine")
-    write_plain(at / "future.safetensors", {"a": ("F128", (1,), bytes(16))})
-    write_plain(at / "reserved.safetensors", {"__ckptz__.index": ("U8", (1,), b"1")})
-    write_plain(at / "deep.safetensors", {"a": ("U8", (1,) * 65, b"1")})
-    (at / "cut.safetensors").write_bytes(plain_bytes(a_state())[:-1])
-    bomb(at / "bomb.ckptz", 4)
-    os.mkfifo(at / "pipe.ckptz")
-    return at
+        write_plain(folder / f"{name}.safetensors", a_state(n=200))
+    compress(hf_folder(folder / "hf"), folder / "packed")
+    (folder / "model.pt").write_bytes(TORCH)
+    (folder / "bytes.toml").write_bytes(b"\xff\xfe\x00")
+    (folder / "cut.toml").write_text("a = [")
+    (folder / "other.toml").write_text("[[rule]]\nnothing = 1")
+    (folder / "king.toml").write_text('[[rule]]\nname = "x"\nrole = "king"\n')
+    (folder / "evaluate.py").write_text("def loss(state):\n    return 2.0\n")
+    (folder / "page.html").write_text("<!doctype html> mine")
+    write_plain(folder / "future.safetensors", {"a": ("F128", (1,), bytes(16))})
+    write_plain(folder / "reserved.safetensors", {"__ckptz__.index": ("U8", (1,), b"1")})
+    write_plain(folder / "deep.safetensors", {"a": ("U8", (1,) * 65, b"1")})
+    (folder / "cut.safetensors").write_bytes(plain_bytes(a_state())[:-1])
+    bomb(folder / "bomb.ckptz", 4)
+    os.mkfifo(folder / "pipe.ckptz")
+    return folder
 
 
 IS_TORCH = "model.pt: is a torch file, not a .ckptz file"
 WRITTEN = "compress a.safetensors -o o.ckptz"
 ROLES = "compress a.safetensors --force --set input.tensor_roles="
-# The command line, its exit code, and words of its error.
+# (command line, exit code, words of the error)
 REFUSED: list[tuple[str, int, str]] = [
-    # words that are none of ours
+    # unknown or empty words
     ("compress", USAGE, "--help"),
     ("compress --jobs 0 a", USAGE, "--help"),
     ("compress --unknown a", USAGE, "--help"),
@@ -67,7 +71,7 @@ REFUSED: list[tuple[str, int, str]] = [
     *((f"verify a.ckptz {option} ''", USAGE, "empty") for option in ("--against", "--search-path")),
     ("restore a.ckptz -o ''", USAGE, "empty"),
     ("inspect foo://a/b.ckptz", USAGE, "check the part before ://"),
-    # inputs that are not there, or something else
+    # inputs that are missing or of the wrong kind
     *((f"{verb} gone.safetensors", MISSING, "gone.safetensors") for verb in ("compress", "restore")),
     *((f"{verb} gone.ckptz", MISSING, "gone.ckptz") for verb in ("inspect", "verify", "rebase", "log")),
     ("prune gone", MISSING, "gone"),
@@ -155,15 +159,15 @@ def files_in(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.parametrize(("line", "code", "words"), REFUSED, ids=lambda value: str(value)[:60])
-def test_what_is_refused_is_one_line_and_leaves_everything(
+def test_a_refusal_is_one_line_and_changes_no_file(
     line: str, code: int, words: str, scene: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(scene)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # of evaluate.py
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # no __pycache__ for evaluate.py
     before = files_in(scene)
     run = ckptz(*shlex.split(line), fails=True)
     assert run.exit_code == code
     assert words in run.error
-    left = files_in(scene)
-    left.pop(str(scene / "run" / ".ckptz-lock"), None)
-    assert {**left, str(scene / "run"): 0} == {**before, str(scene / "run"): 0}
+    after = files_in(scene)
+    after.pop(str(scene / "run" / ".ckptz-lock"), None)
+    assert {**after, str(scene / "run"): 0} == {**before, str(scene / "run"): 0}

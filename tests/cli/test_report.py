@@ -1,4 +1,4 @@
-"""`ckptz report`: the page has the numbers of the other verbs, and nothing of a file becomes markup."""
+"""`ckptz report`: the page has the numbers of the other verbs, and text from files never becomes markup."""
 
 import base64
 import hashlib
@@ -29,7 +29,7 @@ from tests.support.checkpointer_support import Run
 from tests.support.cli_support import ckptz as cli
 from tests.support.report_support import BUDGET, HOSTILE, Page, a_run, state
 
-FRAME = ("axis", "legend")  # marks of Vega that are no data
+FRAME = ("axis", "legend")  # roles of Vega marks that are not data
 
 
 @pytest.fixture(scope="module")
@@ -38,28 +38,28 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def made(run: Path) -> PageReport:
+def report(run: Path) -> PageReport:
     return ckptz.report(run, histograms=["model.embed.weight"])
 
 
 @pytest.fixture(scope="module")
-def html(made: PageReport) -> str:
-    return made.html
+def html(report: PageReport) -> str:
+    return report.html
 
 
 def charts(html: str) -> dict[str, ET.Element]:
-    """The charts of a page by title, each parsed as XML."""
-    drawn = re.findall(r'<div role="group" aria-label="([^"]*)"[^>]*>(<svg.*?</svg>)', html, re.DOTALL)
-    return {title: ET.fromstring(svg) for title, svg in drawn}
+    """Return the charts of a page as parsed SVG, by title."""
+    groups = re.findall(r'<div role="group" aria-label="([^"]*)"[^>]*>(<svg.*?</svg>)', html, re.DOTALL)
+    return {title: ET.fromstring(svg) for title, svg in groups}
 
 
 def marks(svg: ET.Element) -> list[str]:
-    """What the marks of a chart say."""
-    found = [e for e in svg.iter() if e.get("role") == "graphics-symbol" and e.get("aria-label")]
-    return [str(e.get("aria-label")) for e in found if e.get("aria-roledescription") not in FRAME]
+    """Return the labels of a chart's data marks."""
+    symbols = [e for e in svg.iter() if e.get("role") == "graphics-symbol" and e.get("aria-label")]
+    return [str(e.get("aria-label")) for e in symbols if e.get("aria-roledescription") not in FRAME]
 
 
-def test_the_numbers_within_are_those_that_the_other_verbs_print(run: Path, tmp_path: Path) -> None:
+def test_the_page_contains_the_numbers_of_log_and_inspect(run: Path, tmp_path: Path) -> None:
     newest, page = run / "step-00000200.ckptz", tmp_path / "page.html"
     printed = cli("report", run, "-o", page, "--json").json
     numbers = Page.of(page.read_text("utf-8")).numbers
@@ -72,24 +72,24 @@ def test_the_numbers_within_are_those_that_the_other_verbs_print(run: Path, tmp_
 def test_a_comparison_has_the_numbers_of_diff(run: Path, tmp_path: Path) -> None:
     files, page = (run / "step-00000100.ckptz", run / "step-00000200.ckptz"), tmp_path / "page.html"
     cli("report", *files, "-o", page)
-    found, printed = Page.of(page.read_text("utf-8")).numbers["diff"], cli("diff", *files, "--json").json
-    assert found | {"seconds": 0} == printed | {"seconds": 0}
-    assert len(found["tensors"]) == 19
+    numbers, printed = Page.of(page.read_text("utf-8")).numbers["diff"], cli("diff", *files, "--json").json
+    assert numbers | {"seconds": 0} == printed | {"seconds": 0}
+    assert len(numbers["tensors"]) == 19
 
 
 def test_the_charts_show_every_checkpoint_with_its_numbers(run: Path, html: str) -> None:
-    drawn = charts(html)
+    by_title = charts(html)
     entries = cli("log", run, "--json").json["entries"]
-    sizes = marks(drawn["Size of each step"])
+    sizes = marks(by_title["Size of each step"])
     assert len(sizes) == len(entries) == 3
-    for said, entry in zip(sizes, entries, strict=True):
-        assert f"step: {entry['step']}; bytes: {entry['stored_bytes'] / 1000:.6g}k; part: " in said
-        assert f"file: {entry['file']}; kind: {entry['kind']}" in said
+    for label, entry in zip(sizes, entries, strict=True):
+        assert f"step: {entry['step']}; bytes: {entry['stored_bytes'] / 1000:.6g}k; part: " in label
+        assert f"file: {entry['file']}; kind: {entry['kind']}" in label
     (record,) = entries[2]["quality"]
-    (said,) = marks(drawn["Loss of quality: error_of"])
+    (label,) = marks(by_title["Loss of quality: error_of"])
     worse = 100 * (record["measured"] / record["exact"] - 1)
-    assert float(said.removeprefix("step: 200; % worse: ")) == pytest.approx(worse)
-    assert "limit" in "".join(drawn["Loss of quality: error_of"].itertext())
+    assert float(label.removeprefix("step: 200; % worse: ")) == pytest.approx(worse)
+    assert "limit" in "".join(by_title["Loss of quality: error_of"].itertext())
 
 
 def test_a_hidden_file_is_told_from_others_and_its_raw_bytes_are_not_counted(run: Path, html: str) -> None:
@@ -99,7 +99,7 @@ def test_a_hidden_file_is_told_from_others_and_its_raw_bytes_are_not_counted(run
     assert report.stored_bytes == sum(e.stored_bytes for e in report.entries)
     assert "full, hidden" in cli("log", run).stdout
     assert "part: kept for others" in marks(charts(html)["Size of each step"])[0]
-    assert len(marks(charts(html)["How many times smaller"])) == 2  # of two steps, in all
+    assert len(marks(charts(html)["How many times smaller"])) == 2  # one mark for each of the two steps
 
 
 def test_a_page_loads_nothing_and_runs_only_its_own_script(html: str) -> None:
@@ -114,7 +114,7 @@ def test_a_page_loads_nothing_and_runs_only_its_own_script(html: str) -> None:
 
 
 def hostile_run(folder: Path) -> Path:
-    """Names of tensors, keys and values of metadata, and names of files that want to be markup."""
+    """Write a run whose tensor names, metadata and file names contain markup."""
     folder.mkdir()
     tensors = {HOSTILE: np.ones((4, 4), np.float32), f"layers.0.{HOSTILE}": np.zeros(9, np.float32)}
     save_file(tensors, folder / "plain.safetensors", metadata={HOSTILE: HOSTILE})
@@ -125,31 +125,31 @@ def hostile_run(folder: Path) -> Path:
     return folder
 
 
-def test_nothing_that_a_file_says_becomes_markup(tmp_path: Path) -> None:
+def test_text_from_files_never_becomes_markup(tmp_path: Path) -> None:
     folder = hostile_run(tmp_path / "run")
-    made = ckptz.report(folder, histograms=["*"])
-    page = Page.of(made.html)
+    report = ckptz.report(folder, histograms=["*"])
+    page = Page.of(report.html)
     assert page.numbers["files"][0]["tensors"][0]["name"] == HOSTILE
     assert page.numbers["histograms"][0]["tensor"] == HOSTILE
     assert len(page.scripts) == 2
     assert not {tag for tag, _ in page.tags} & {"img", "i>", "iframe", "object"}
     assert not [a for _, a in page.tags if any(name.startswith("on") for name in a)]
-    assert "<b>broken.ckptz" in page.text  # as text
-    assert "\u202e" not in made.html  # nor may it turn the direction of what stands around it
-    with ckptz.safe_open(made.files[0].file, "np") as handle:
-        for shown in (made.files[0], made.runs[0], handle):
-            assert not {"script", "img"} & {tag for tag, _ in Page.of(str(shown._repr_html_())).tags}
+    assert "<b>broken.ckptz" in page.text  # escaped
+    assert "\u202e" not in report.html  # U+202E would reverse the text after it
+    with ckptz.safe_open(report.files[0].file, "np") as handle:
+        for described in (report.files[0], report.runs[0], handle):
+            assert not {"script", "img"} & {tag for tag, _ in Page.of(str(described._repr_html_())).tags}
 
 
 def test_damage_is_shown_and_decides_the_exit_code(run: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     for n, path in enumerate(sorted(run.glob("*.ckptz"))):
-        if n:  # so the full file is missing
+        if n:  # all but the full file
             (folder / path.name).write_bytes(path.read_bytes())
     (folder / "step-00000300.ckptz").write_bytes((run / "step-00000200.ckptz").read_bytes()[:-7])
-    ended = cli("report", folder, "-o", tmp_path / "page.html", fails=True)
-    assert ended.exit_code == cli("log", folder, fails=True).exit_code
+    result = cli("report", folder, "-o", tmp_path / "page.html", fails=True)
+    assert result.exit_code == cli("log", folder, fails=True).exit_code
     page = Page.of((tmp_path / "page.html").read_text("utf-8"))
     assert len(page.numbers["problems"]) == 2
     assert [e["kind"] for e in page.numbers["runs"][0]["entries"]] == ["missing", "delta", "delta", "broken"]
@@ -181,51 +181,51 @@ def test_a_missing_library_is_named_with_its_remedy(
     name: str, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)
-    ended = cli("report", run, fails=True)
-    assert ended.exit_code == 2
-    assert "pip install 'ckptz[report]'" in ended.error
+    result = cli("report", run, fails=True)
+    assert result.exit_code == 2
+    assert "pip install 'ckptz[report]'" in result.error
 
 
-def test_other_formats_are_only_compared(run: Path, tmp_path: Path) -> None:
+def test_files_of_other_formats_are_described_only_in_a_comparison(run: Path, tmp_path: Path) -> None:
     plain = tmp_path / "exact.safetensors"
     save_file(state(200), plain)
     with pytest.raises(ConfigError, match="to compare it"):
         ckptz.report(plain)
     with pytest.raises(FileNotFoundError):
         ckptz.report(tmp_path / "nowhere")
-    made = ckptz.report([plain, run / "step-00000200.ckptz"], histograms=["model.layers.0.mlp.up.weight"])
+    report = ckptz.report([plain, run / "step-00000200.ckptz"], histograms=["model.layers.0.mlp.up.weight"])
     with pytest.raises(FileNotFoundError):
         ckptz.report([plain, tmp_path / "nowhere.ckptz"])
-    assert made.diff.n_changed > 0
-    assert len(made.histograms) == 2
-    assert "What changed" in made.html
+    assert report.diff.n_changed > 0
+    assert len(report.histograms) == 2
+    assert "What changed" in report.html
 
 
-def test_histograms_count_the_values_that_reading_gives(made: PageReport, run: Path) -> None:
-    (found,) = made.histograms
+def test_histograms_count_the_values_that_reading_gives(report: PageReport, run: Path) -> None:
+    (histogram,) = report.histograms
     with ckptz.safe_open(run / "step-00000200.ckptz", "np") as file:
         values = file.get_tensor("model.embed.weight").astype(np.float64)
     counts, edges = np.histogram(values, N_BINS)
-    assert found.counts == tuple(counts)
-    assert (found.low, found.high) == (edges[0], edges[-1])
-    bars = [e for e in charts(made.html)[found.tensor].iter() if e.get("aria-roledescription") == "bar"]
+    assert histogram.counts == tuple(counts)
+    assert (histogram.low, histogram.high) == (edges[0], edges[-1])
+    bars = [e for e in charts(report.html)[histogram.tensor].iter() if e.get("aria-roledescription") == "bar"]
     heights = np.array([float(str(e.get("d")).partition("v")[2].partition("h")[0]) for e in bars])
     np.testing.assert_allclose(heights / heights.max(), counts / counts.max(), atol=1e-3)
 
 
-def test_what_is_not_finite_is_counted_apart(tmp_path: Path) -> None:
+def test_histograms_count_values_that_are_not_finite_separately(tmp_path: Path) -> None:
     values = np.array([np.nan, np.inf, 1, 2, 3], np.float32)
     save_file({"w": values, "none": np.full(2, np.nan, np.float32)}, tmp_path / "w.safetensors")
     cli("compress", tmp_path / "w.safetensors")
-    found = ckptz.report(tmp_path / "w.ckptz", histograms=["*"]).histograms
-    assert [(h.tensor, h.low, h.high, sum(h.counts), h.n_not_finite) for h in found] == [("w", 1, 3, 3, 2)]
+    spreads = ckptz.report(tmp_path / "w.ckptz", histograms=["*"]).histograms
+    assert [(h.tensor, h.low, h.high, sum(h.counts), h.n_not_finite) for h in spreads] == [("w", 1, 3, 3, 2)]
     with pytest.raises(ConfigError, match="ckptz inspect --tensors"):
         ckptz.report(tmp_path / "w.ckptz", histograms=["nothing"])
 
 
 @pytest.fixture(scope="module")
 def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A file that a search has made, and the report of its search."""
+    """Compress a file by a search; return its path and the report."""
     folder = tmp_path_factory.mktemp("searched")
     save_file(state(200), folder / "s.safetensors")
     options = ckptz.SearchOptions(budgets=(BUDGET,), template=ckptz.KMeans(), max_evaluations=5)
@@ -234,14 +234,14 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 
 def test_a_search_is_shown_from_what_compress_printed(searched: tuple[Path, Any], tmp_path: Path) -> None:
-    (path, report), document = searched, tmp_path / "search.json"
-    document.write_bytes(msgspec.json.encode({"files": [report, {"file": "x", "error": {}}]}))
-    made = ckptz.report([path, document])
-    printed = json.loads(msgspec.json.encode(report.search))
-    assert json.loads(msgspec.json.encode(made.searches[0].search)) == printed
-    said = marks(charts(made.html)["Size against quality"])
-    assert len(said) == len(report.search.trials) == 5
-    assert f"bytes: {report.search.trials[0].n_bytes / 1000:.6g}k;" in said[0]
+    (path, compressed), document = searched, tmp_path / "search.json"
+    document.write_bytes(msgspec.json.encode({"files": [compressed, {"file": "x", "error": {}}]}))
+    report = ckptz.report([path, document])
+    printed = json.loads(msgspec.json.encode(compressed.search))
+    assert json.loads(msgspec.json.encode(report.searches[0].search)) == printed
+    labels = marks(charts(report.html)["Size against quality"])
+    assert len(labels) == len(compressed.search.trials) == 5
+    assert f"bytes: {compressed.search.trials[0].n_bytes / 1000:.6g}k;" in labels[0]
 
 
 WRONG = ["", "[]", "{}", '{"files": []}', '{"files": [{"search": {"trials": 1}}]}', "[" * 10**5]
@@ -254,17 +254,17 @@ def test_other_documents_are_refused(text: str, tmp_path: Path) -> None:
         ckptz.report(tmp_path / "search.json")
 
 
-def test_two_folders_stand_side_by_side(run: Path) -> None:
-    made = ckptz.report([run, run])
-    assert Page.of(made.html).text.count("The run over time") == 4  # a heading and a link each
-    assert "Side by side" in made.html
-    assert len(made.files) == 1  # the same one is looked into once
+def test_two_folders_are_shown_side_by_side(run: Path) -> None:
+    report = ckptz.report([run, run])
+    assert Page.of(report.html).text.count("The run over time") == 4  # a heading and a link for each folder
+    assert "Side by side" in report.html
+    assert len(report.files) == 1  # both folders have the same newest file
 
 
-def test_long_tables_say_how_many_rows_there_are(monkeypatch: pytest.MonkeyPatch, made: PageReport) -> None:
-    assert MAX_ROWS > len(made.files[0].tensors) == 19
+def test_long_tables_say_how_many_rows_there_are(monkeypatch: pytest.MonkeyPatch, report: PageReport) -> None:
+    assert MAX_ROWS > len(report.files[0].tensors) == 19
     monkeypatch.setattr("ckptz.verbs.page.MAX_ROWS", 5)
-    assert "every tensor (the first 5 of 19)" in made.html
+    assert "every tensor (the first 5 of 19)" in report.html
 
 
 def test_a_layer_is_the_first_number_of_a_name(tmp_path: Path) -> None:
@@ -272,14 +272,14 @@ def test_a_layer_is_the_first_number_of_a_name(tmp_path: Path) -> None:
     save_file({name: np.arange(9, dtype=np.float32) for name in names}, tmp_path / "m.safetensors")
     cli("compress", tmp_path / "m.safetensors")
     cells = marks(charts(ckptz.report(tmp_path / "m.ckptz").html)["Stored bits per parameter"])
-    found = sorted(re.findall(r"layer: (\w+); kind: ([^;]+);", "\n".join(cells)))
-    assert found == [
+    layers = sorted(re.findall(r"layer: (\w+); kind: ([^;]+);", "\n".join(cells)))
+    assert layers == [
         *(("1", "norm_#.weight"), ("12", "h.#.experts.#.up"), ("2", "h.#.experts.#.up")),
         ("none", "conv2d.weight"),
     ]
 
 
-# --- parts --------------------------------------------------------------------------------------
+# --- vocabulary and notebooks ---------------------------------------------------------------------
 
 
 def test_every_role_and_coder_has_its_words() -> None:
@@ -287,17 +287,17 @@ def test_every_role_and_coder_has_its_words() -> None:
     assert set(CODERS) == {coder.name.lower().replace("_", "-") for coder in CoderId}
 
 
-def test_every_report_is_shown_in_notebooks_as_a_table(run: Path, made: PageReport) -> None:
+def test_every_report_is_shown_in_notebooks_as_a_table(run: Path, report: PageReport) -> None:
     newest = run / "step-00000200.ckptz"
     reports: list[Any] = [ckptz.inspect(newest), ckptz.log(run), ckptz.verify(newest)]
     reports += [ckptz.diff(run / "step-00000000.ckptz", newest)]
-    for report in reports:
-        shown = Page.of(report._repr_html_())
-        assert {tag for tag, _ in shown.tags} == {"table", "tr", "th", "td"}
+    for text_report in reports:
+        table = Page.of(text_report._repr_html_())
+        assert {tag for tag, _ in table.tags} == {"table", "tr", "th", "td"}
     assert f"stored {format_bytes(newest.stat().st_size)} (" not in Page.of(reports[0]._repr_html_()).text
     assert f"stored {format_bytes(newest.stat().st_size)} " in Page.of(reports[0]._repr_html_()).text
-    frame = Page.of(made._repr_html_())
-    assert frame.tags[0][1]["srcdoc"] == made.html
+    frame = Page.of(report._repr_html_())
+    assert frame.tags[0][1]["srcdoc"] == report.html
     assert issubclass(type(reports[0]), Report)
 
 
@@ -313,10 +313,10 @@ def test_an_open_file_is_shown_until_it_is_closed(run: Path) -> None:
     assert file._repr_html_() is None
 
 
-# --- stores of a Checkpointer -------------------------------------------------------------------
+# --- stores of a Checkpointer ---------------------------------------------------------------------
 
 
-def test_a_store_shows_weights_state_and_what_makes_its_head_exact(tmp_path: Path) -> None:
+def test_a_store_is_shown_as_weights_state_and_residual_files(tmp_path: Path) -> None:
     run = Run()
     config = ckptz.KMeans(min_elements=1)
     with run.checkpointer(tmp_path, config=config, background=False) as checkpointer:
@@ -325,27 +325,27 @@ def test_a_store_shows_weights_state_and_what_makes_its_head_exact(tmp_path: Pat
             checkpointer.save(step, metric=3 / step)
     kinds = [entry.kind for entry in ckptz.log(tmp_path).entries]
     assert "exact" in kinds
-    made = ckptz.report(tmp_path, histograms=["0.weight"])
-    drawn = charts(made.html)
-    parts = re.findall("part: ([^;]+)", "".join(marks(drawn["Size of each step"])))
+    report = ckptz.report(tmp_path, histograms=["0.weight"])
+    by_title = charts(report.html)
+    parts = re.findall("part: ([^;]+)", "".join(marks(by_title["Size of each step"])))
     assert parts == ["weights", "state", "weights", "state", *["made exact"] * kinds.count("exact")]
-    ratios = marks(drawn["How many times smaller"])
-    assert len(ratios) == 3 * 2  # weights, state and all of it, for each step
-    files = [e for e in made.runs[0].entries if e.step == 2]
+    ratios = marks(by_title["How many times smaller"])
+    assert len(ratios) == 3 * 2  # weights, state and their sum, for each step
+    files = [e for e in report.runs[0].entries if e.step == 2]
     raw = sum(e.tensor_bytes for e in files if e.kind != "exact")
-    whole = raw / sum(e.stored_bytes for e in files)
-    said = re.search("step: 2; times smaller: ([0-9.]+); part: whole step", "\n".join(ratios))
-    assert float(said[1]) == pytest.approx(whole, rel=1e-4)
-    assert marks(drawn["Metric of each save"]) == ["step: 1; metric: 3", "step: 2; metric: 1.5"]
-    assert [h.tensor for h in made.histograms] == ["model.0.weight"]  # by the model's own name
-    assert "LOSSY" not in made.html  # its newest step is exact
-    assert [Path(file.file).name for file in made.files] == [
+    ratio = raw / sum(e.stored_bytes for e in files)
+    match = re.search("step: 2; times smaller: ([0-9.]+); part: whole step", "\n".join(ratios))
+    assert float(match[1]) == pytest.approx(ratio, rel=1e-4)
+    assert marks(by_title["Metric of each save"]) == ["step: 1; metric: 3", "step: 2; metric: 1.5"]
+    assert [h.tensor for h in report.histograms] == ["model.0.weight"]  # selected as "0.weight"
+    assert "LOSSY" not in report.html  # the newest step is exact
+    assert [Path(file.file).name for file in report.files] == [
         "step-00000002.ckptz",
         "step-00000002.state.ckptz",
     ]
 
 
-def test_the_files_of_a_trainer_are_told_apart(tmp_path: Path) -> None:
+def test_weights_and_states_of_a_trainer_are_distinguished(tmp_path: Path) -> None:
     for step in (10, 20):
         folder = tmp_path / f"checkpoint-{step}"
         folder.mkdir()
@@ -353,19 +353,19 @@ def test_the_files_of_a_trainer_are_told_apart(tmp_path: Path) -> None:
             save_file({f"{name}.w": np.arange(999, dtype=np.float32)}, folder / f"{name}.safetensors")
             cli("compress", folder / f"{name}.safetensors")
             (folder / f"{name}.safetensors").unlink()
-    made = ckptz.report(tmp_path)
-    assert [e.holds for e in made.runs[0].entries] == ["weights", "state", "state"] * 2
-    assert {Path(file.file).parent.name for file in made.files} == {"checkpoint-20"}
-    assert len(marks(charts(made.html)["How many times smaller"])) == 3 * 2
+    report = ckptz.report(tmp_path)
+    assert [e.holds for e in report.runs[0].entries] == ["weights", "state", "state"] * 2
+    assert {Path(file.file).parent.name for file in report.files} == {"checkpoint-20"}
+    assert len(marks(charts(report.html)["How many times smaller"])) == 3 * 2
 
 
-def test_a_file_with_moments_holds_both(tmp_path: Path) -> None:
+def test_a_file_with_moments_holds_weights_and_state(tmp_path: Path) -> None:
     save_file({"w": np.ones(9), "w.exp_avg": np.ones(9, np.float32)}, tmp_path / "all.safetensors")
     cli("compress", tmp_path / "all.safetensors")
     assert ckptz.log(tmp_path).entries[0].holds == "weights and state"
 
 
-def test_steps_of_training_lost_are_said_as_steps() -> None:
+def test_a_resume_gap_is_printed_in_steps() -> None:
     lost = {"promise": "resume-gap", "metric": "steps_lost", "max_drop": 5.0, "is_relative": False}
     lost |= {"lower_is_better": True, "exact": 0.0, "measured": 2.5, "is_met": True, "date": ""}
     record = msgspec.convert(lost, QualityRecord)
@@ -376,8 +376,8 @@ def test_numbers_of_parameters_are_no_layers(tmp_path: Path) -> None:
     tensors = {f"optimizer.state.{i}.exp_avg": np.full(4, i, np.float32) for i in range(3)}
     save_file(tensors, tmp_path / "state.safetensors")
     cli("compress", tmp_path / "state.safetensors")
-    drawn = charts(ckptz.report(tmp_path / "state.ckptz").html)["Stored bits per parameter"]
-    (cell,) = [said for said in marks(drawn) if "kind: " in said]
+    chart = charts(ckptz.report(tmp_path / "state.ckptz").html)["Stored bits per parameter"]
+    (cell,) = [label for label in marks(chart) if "kind: " in label]
     assert "layer: none" in cell
     assert "kind: optimizer.state.#.exp_avg" in cell
 
@@ -420,26 +420,26 @@ def test_a_step_that_residual_files_make_exact_shows_no_error_in_red(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("values", "shown"),
+    ("values", "expected"),
     [([3.0, 3.0], None), ([3.0, 3.001], None), ([1.0, 16.0], [1, 2, 4, 8, 16]), ([5.0, 5.2], [5, 5.1, 5.2])],
 )
-def test_a_legend_shows_different_values_or_none(values: list[float], shown: list[float] | None) -> None:
+def test_a_legend_shows_different_values_or_none(values: list[float], expected: list[float] | None) -> None:
     legend = page._legend(values)
-    assert (legend and legend["values"]) == shown
+    assert (legend and legend["values"]) == expected
 
 
 def test_a_searched_file_that_keeps_its_budget_raises_no_alarm_and_its_search_has_no_raw_names(
     searched: tuple[Path, Any], tmp_path: Path
 ) -> None:
-    path, report = searched
-    assert report.n_lossy
-    (tmp_path / "search.json").write_bytes(msgspec.json.encode({"files": [report]}))
-    made = ckptz.report([path, tmp_path / "search.json"])
-    assert '<b class="bad">' not in made.html
-    text = Page.of(made.html).text
+    path, compressed = searched
+    assert compressed.n_lossy
+    (tmp_path / "search.json").write_bytes(msgspec.json.encode({"files": [compressed]}))
+    report = ckptz.report([path, tmp_path / "search.json"])
+    assert '<b class="bad">' not in report.html
+    text = Page.of(report.html).text
     assert "Measured: " in text
     assert not re.search(r"\bis (met|feasible|interrupted|dry)|min_elements|\d items", text)
-    assert "verdict: chosen" in marks(charts(made.html)["Size against quality"])[-1]  # drawn last
+    assert "verdict: chosen" in marks(charts(report.html)["Size against quality"])[-1]  # drawn last
 
 
 def test_the_line_about_a_page_counts_all_files_of_a_run_and_those_that_it_describes(run: Path) -> None:

@@ -1,4 +1,4 @@
-"""Pages of `ckptz report` in a browser: what is drawn, tables, hints, phones, and a silent console."""
+"""Pages of `ckptz report` in Chromium: charts, tables, tooltips, screen sizes, and an empty console."""
 
 import json
 import os
@@ -18,35 +18,35 @@ from tests.support.report_support import a_run
 pytestmark = pytest.mark.apps
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-PHONE, DESK = {"width": 390, "height": 844}, {"width": 1400, "height": 900}
+PHONE, DESKTOP = {"width": 390, "height": 844}, {"width": 1400, "height": 900}
 CLIPPED = """() => [...document.querySelectorAll('svg text')].filter((text) => {
-    const [own, card] = [text.getBoundingClientRect(), text.closest('figure').getBoundingClientRect()];
+    const [box, card] = [text.getBoundingClientRect(), text.closest('figure').getBoundingClientRect()];
     const scrolls = text.closest('figure').className === 'whole';
-    return own.left < card.left || (own.right > card.right && !scrolls) || own.bottom > card.bottom;
+    return box.left < card.left || (box.right > card.right && !scrolls) || box.bottom > card.bottom;
   }).map((text) => text.textContent)"""
 
 
 class Tab:
-    """A page that is open, and everything that it said or asked for."""
+    """An open page and its log: console messages, errors and requested URLs."""
 
     def __init__(self, page: Any) -> None:
         self.page = page
-        self.said: list[str] = []
-        page.on("console", lambda message: self.said.append(message.text))
-        page.on("pageerror", lambda error: self.said.append(str(error)))
-        page.on("request", lambda request: self.said.append(request.url))
+        self.log: list[str] = []
+        page.on("console", lambda message: self.log.append(message.text))
+        page.on("pageerror", lambda error: self.log.append(str(error)))
+        page.on("request", lambda request: self.log.append(request.url))
 
     def load(self, path: Path) -> None:
-        """Open a file; it may ask for nothing else."""
+        """Open a file; the file must be its only request, and the console empty."""
         self.page.goto(path.as_uri())
-        assert self.said == [path.as_uri()]
+        assert self.log == [path.as_uri()]
 
     def table(self, name: str) -> Any:
-        """The table of this name."""
+        """Return the locator of a table by its accessible name."""
         return self.page.get_by_role("table", name=name)
 
     def column(self, name: str, heading: str) -> list[str]:
-        """The exact values of a column of a table, of the rows that are shown."""
+        """Return the unrounded values of a table's column, of its visible rows."""
         table = self.table(name)
         at = table.locator("thead th").all_text_contents().index(heading) + 1
         cells = table.locator(f"tbody tr:not([hidden]) td:nth-child({at})")
@@ -60,7 +60,7 @@ def browser() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as play:
-        # As root, as in containers, Chromium has no sandbox.
+        # Chromium refuses to run as root (in containers) with its sandbox.
         arguments = ["--no-sandbox"] if hasattr(os, "getuid") and os.getuid() == 0 else []
         started = play.chromium.launch(executable_path=CHROMIUM, args=arguments)
         yield started
@@ -69,10 +69,10 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def tab(browser: Any) -> Iterator[Tab]:
-    page = browser.new_page(viewport=DESK)
+    page = browser.new_page(viewport=DESKTOP)
     tab = Tab(page)
     yield tab
-    assert len(tab.said) <= 1, tab.said
+    assert len(tab.log) <= 1, tab.log
     page.close()
 
 
@@ -123,7 +123,7 @@ def test_tables_sort_and_filter(tab: Tab, page_of_run: Path) -> None:
     assert tab.page.locator("#tables table").count() == tab.page.locator("table").count() == 3
 
 
-def test_marks_tell_their_numbers_where_one_points(tab: Tab, page_of_run: Path) -> None:
+def test_marks_show_their_numbers_in_a_tooltip(tab: Tab, page_of_run: Path) -> None:
     tab.load(page_of_run)
     tab.page.locator("figure", has_text="Size of each step").locator(
         "[aria-roledescription=bar]"
@@ -143,8 +143,8 @@ def test_axes_of_counts_have_whole_numbers(tab: Tab, page_of_run: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("viewport", [PHONE, DESK])
-def test_it_fits_phones_and_desks_in_dark_and_light(
+@pytest.mark.parametrize("viewport", [PHONE, DESKTOP])
+def test_a_page_fits_phones_and_desktops_in_dark_and_light(
     browser: Any, page_of_run: Path, viewport: Any, scheme: Any
 ) -> None:
     page = browser.new_page(viewport=viewport, color_scheme=scheme)
@@ -158,14 +158,14 @@ def test_it_fits_phones_and_desks_in_dark_and_light(
     page.close()
 
 
-def test_a_printed_page_is_whole(tab: Tab, page_of_run: Path) -> None:
+def test_a_page_can_be_printed(tab: Tab, page_of_run: Path) -> None:
     tab.load(page_of_run)
     tab.page.emulate_media(media="print")
     assert not tab.page.locator("nav").is_visible()
     assert len(tab.page.pdf()) > 20_000
 
 
-def test_damage_is_drawn(tab: Tab, run: Path, tmp_path: Path) -> None:
+def test_damaged_files_are_listed_as_problems(tab: Tab, run: Path, tmp_path: Path) -> None:
     broken = shutil.copytree(run, tmp_path / "run")
     (broken / "step-00000000.ckptz").write_bytes(b"nothing")
     cli("report", broken, "-o", tmp_path / "page.html", fails=True)
@@ -173,7 +173,7 @@ def test_damage_is_drawn(tab: Tab, run: Path, tmp_path: Path) -> None:
     assert tab.page.locator("#problems li").count() == 2
 
 
-def test_ten_thousand_tensors_scroll(tab: Tab, tmp_path: Path) -> None:
+def test_a_table_of_ten_thousand_tensors_is_cut_and_drawn_quickly(tab: Tab, tmp_path: Path) -> None:
     tensors = {f"layers.{n % 60}.experts.{n // 60}.w": np.full(4, n, np.float32) for n in range(10_000)}
     save_file(tensors, tmp_path / "many.ckptz")
     ckptz.report(tmp_path / "many.ckptz", tmp_path / "page.html")

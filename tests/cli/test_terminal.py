@@ -1,4 +1,4 @@
-"""What somebody sees who runs a verb on a terminal: its first and last lines, Ctrl-C, and 60 columns."""
+"""Verbs on a terminal of 60 columns: first and last lines of the output, the progress bar, and Ctrl-C."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ PACE = re.compile(r"\d+\.\d\ds,[\d.]+MB/s|\d+\.\d\ds")
 
 
 def a_folder(folder: Path) -> Path:
-    """Three steps as plain files, a chain of them, and a file that was loaded elsewhere."""
+    """Write three steps as plain files, and their chain in `run`."""
     folder.mkdir(exist_ok=True)
     rng = np.random.default_rng(0)
     weight = rng.normal(size=(64, 64)).astype(np.float32)
@@ -30,11 +30,11 @@ def a_folder(folder: Path) -> Path:
 
 
 def squeezed(text: str) -> str:
-    """What a text says, however its lines are broken and long it took."""
+    """Return a text without whitespace, seconds and speeds, which differ between runs and line widths."""
     return PACE.sub("", "".join(text.split()))
 
 
-# --- in short -------------------------------------------------------------------------------------
+# --- three short command lines --------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -50,17 +50,17 @@ def in_short(tmp_path_factory: pytest.TempPathFactory) -> list[Shown]:
     return shown(Case(line, str(folder), NARROW) for line in lines)
 
 
-def test_results_stand_above_the_bar_that_is_drawn_meanwhile(in_short: list[Shown]) -> None:
+def test_results_are_printed_above_the_progress_bar(in_short: list[Shown]) -> None:
     compressed = in_short[0]
     assert compressed.exit_code == 0
     assert compressed.is_tidy
-    assert "b.safetensors" in compressed.raw  # the bar
+    assert "b.safetensors" in compressed.raw  # in the progress bar
     text = squeezed("".join(compressed.lines))
     assert re.fullmatch(r"a\.ckptz:16kB->.*,b\.ckptz:16kB->.*,2files:32kB->.*,", text)
-    assert re.search(r"\x1b\[2K\r?a\.ckptz: ", compressed.raw)  # on a line that was cleared
+    assert re.search(r"\x1b\[2K\r?a\.ckptz: ", compressed.raw)  # printed after the bar's line is cleared
 
 
-def test_the_program_alone_prints_its_help_line_by_line(in_short: list[Shown]) -> None:
+def test_the_program_without_arguments_prints_its_help(in_short: list[Shown]) -> None:
     alone = in_short[1]
     assert (alone.exit_code, alone.lines[0]) == (2, "Usage: ckptz [OPTIONS] COMMAND [ARGS]...")
     assert "  compress  Compress checkpoints, losslessly by default." in alone.lines
@@ -75,7 +75,7 @@ def test_a_narrow_terminal_cuts_no_word_and_no_value(in_short: list[Shown]) -> N
 
 # --- every verb -----------------------------------------------------------------------------------
 
-# The command line, then what the first line and the last one begin or end with.
+# Arguments of each verb, and patterns of the first and the last line of its output.
 VERBS = {
     "compress": (["step-1.safetensors", "step-2.safetensors"], r"step-1\.ckptz: 16\.6 kB -> ", r"MB/s$"),
     "restore": (
@@ -102,27 +102,27 @@ WITH_FILES = [verb for verb in VERBS if verb != "warm-up"]
 
 @pytest.fixture(scope="module")
 def all_verbs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Shown, str]]:
-    """What each verb shows on a terminal, and what it prints elsewhere."""
+    """Run each verb on a terminal and without one; return both outputs."""
     folders = [a_folder(tmp_path_factory.mktemp(name)) for name in ("shown", "plain")]
-    found = shown(Case([verb, *args], str(folders[0]), NARROW) for verb, (args, _, _) in VERBS.items())
-    plain = []
+    lines = [[verb, *arguments] for verb, (arguments, _, _) in VERBS.items()]
+    screens = shown(Case(line, str(folders[0]), NARROW) for line in lines)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folders[1])
-        plain = [ckptz(verb, *args).stdout for verb, (args, _, _) in VERBS.items()]
-    return dict(zip(VERBS, zip(found, plain, strict=True), strict=True))
+        plain = [ckptz(*line).stdout for line in lines]
+    return dict(zip(VERBS, zip(screens, plain, strict=True), strict=True))
 
 
 @pytest.mark.apps
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_verb_on_a_terminal(verb: str, all_verbs: dict[str, tuple[Shown, str]]) -> None:
-    found, plain = all_verbs[verb]
+    screen, plain = all_verbs[verb]
     _, first, last = VERBS[verb]
-    assert found.exit_code == 0, found.lines
-    assert found.is_tidy
-    assert re.match(first, found.lines[0]), found.lines
-    assert re.search(last, found.lines[-1]), found.lines
-    if verb not in TABLES:  # which are laid out for their terminal
-        assert squeezed("".join(found.lines)) == squeezed(plain)
+    assert screen.exit_code == 0, screen.lines
+    assert screen.is_tidy
+    assert re.match(first, screen.lines[0]), screen.lines
+    assert re.search(last, screen.lines[-1]), screen.lines
+    if verb not in TABLES:  # the layout of tables depends on the width
+        assert squeezed("".join(screen.lines)) == squeezed(plain)
 
 
 @pytest.mark.apps
@@ -132,20 +132,20 @@ def test_every_verb_is_shown() -> None:
 
 @pytest.fixture(scope="module")
 def interrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Shown]]:
-    """What each verb shows that is interrupted as it opens its first file; it leaves no other files."""
+    """Interrupt each verb as it opens its first file, which must leave no new files; return its output."""
     folder = a_folder(tmp_path_factory.mktemp("interrupted"))
     before = sorted(folder.rglob("*"))
-    found = shown(
+    screens = shown(
         Case([verb, *VERBS[verb][0]], str(folder), NARROW, is_interrupted=True) for verb in WITH_FILES
     )
     assert sorted(folder.rglob("*")) == before
-    return folder, dict(zip(WITH_FILES, found, strict=True))
+    return folder, dict(zip(WITH_FILES, screens, strict=True))
 
 
 @pytest.mark.apps
 @pytest.mark.parametrize("verb", WITH_FILES)
 def test_ctrl_c_is_one_line(verb: str, interrupted: tuple[Path, dict[str, Shown]]) -> None:
-    found = interrupted[1][verb]
-    assert found.exit_code == 130
-    assert found.is_tidy
-    assert [line for line in found.lines if line.strip("^C")] == ["ckptz: interrupted"]
+    screen = interrupted[1][verb]
+    assert screen.exit_code == 130
+    assert screen.is_tidy
+    assert [line for line in screen.lines if line.strip("^C")] == ["ckptz: interrupted"]
