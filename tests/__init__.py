@@ -1,1 +1,1 @@
-"""Each test is a sentence about what ckptz does; `support` holds what several of them use."""
+"""Tests of ckptz. The name of a test states one behaviour; `support` has the code that tests share."""

@@ -10,32 +10,32 @@ import pytest
 
 from tests.support.cli_support import Chain, a_state, ckptz, write_plain
 
-# Shells start what runs in the background with Ctrl-C ignored, and so would be what tests start.
+# A shell starts background jobs with SIGINT ignored, and the programs that tests start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# No test cuts the power, and a disk takes long for it: who tests the call sets one of its own.
+# fsync is slow, and no test cuts the power. Tests of the call itself replace this function.
 os.fsync = lambda descriptor: None
 
-# Long files that would come last by name: one process would wait for the other. The first one forks processes
-# that train, which its own must not have done before.
+# Slow files run first, or one worker would be busy with them after the others have ended. test_front_doors.py
+# comes before all others: it forks processes that train, which a process that has already trained cannot do.
 LONG = ("test_front_doors.py", "test_interrupts.py", "test_search_files.py", "test_store_remote.py")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Load no framework for modules of which no test is wanted."""
+    """Skip modules marked `apps` if these are deselected, so that no framework is imported."""
     if "not apps" not in config.option.markexpr or collection_path.suffix != ".py":
         return None
     return bool(re.search(r"^pytestmark = .*pytest\.mark\.apps", collection_path.read_text(), re.M)) or None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the long files."""
+    """Sort the slow files first."""
     items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
 
 
 @pytest.fixture(scope="module")
 def deltas_at_any_cost() -> Iterator[None]:
-    """Files are stored as `full_every` says: for tests of chains that would not pay."""
+    """Store files strictly by `full_every`, even where a delta does not pay."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ckptz.run.chain.weighed", lambda rule, *_: rule)
         yield
@@ -44,7 +44,7 @@ def deltas_at_any_cost() -> Iterator[None]:
 @pytest.fixture(scope="module", params=["subnormals kept", "subnormals flushed"])
 def flush_mode(request: pytest.FixtureRequest) -> Iterator[None]:
     """Run a module's tests twice: torch's switch changes the processor mode for numpy and numba too."""
-    import torch  # which other tests do without
+    import torch  # here, because most tests do not need it
 
     flushing = request.param == "subnormals flushed"
     if flushing and not torch.set_flush_denormal(True):
@@ -55,9 +55,9 @@ def flush_mode(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def chain(tmp_path: Path) -> Chain:
-    made = Chain(tmp_path / "run")
-    made.folder.mkdir()
-    write_plain(made.first, a_state(), {"step": "1"})
-    write_plain(made.second, a_state(drift=0.01), {"step": "2"})
-    ckptz("compress", made.first, made.second, "--chain", "--jobs", 1)
-    return made
+    chain = Chain(tmp_path / "run")
+    chain.folder.mkdir()
+    write_plain(chain.first, a_state(), {"step": "1"})
+    write_plain(chain.second, a_state(drift=0.01), {"step": "2"})
+    ckptz("compress", chain.first, chain.second, "--chain", "--jobs", 1)
+    return chain

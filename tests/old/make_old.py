@@ -1,4 +1,4 @@
-"""Writes the files of the present format version into a folder of their own, unless it is there.
+"""Write the files of the current format version into a new folder; an existing folder is never changed.
 
 python tests/old/make_old.py
 """
@@ -23,7 +23,7 @@ FOLDER = Path(__file__).parent
 
 
 def weights(step: int) -> dict[str, np.ndarray]:
-    """A small model by a formula, so that no generator of random numbers matters."""
+    """Compute the weights of a small model from a formula, independently of random generators."""
     i = np.arange(64 * 64, dtype=np.float64).reshape(64, 64)
     values = np.sin(i * 12.9898) * 0.02 + step * 1e-4 * np.cos(i)
     return {
@@ -37,19 +37,19 @@ def weights(step: int) -> dict[str, np.ndarray]:
 
 
 def training(step: int) -> dict[str, np.ndarray]:
-    """A weight with its moments, the second ones near an outer product."""
+    """Compute a float32 weight [64, 64] and its Adam moments, the second one near an outer product."""
     i = np.arange(64 * 64, dtype=np.float64).reshape(64, 64)
     second = np.exp2(np.sin(i // 64) * 6 - 30 + np.cos(i % 64) * 3 + np.sin(i * 78.233 + step * 0.1) * 0.7)
-    found = {
+    tensors = {
         "up.weight": np.sin(i * 12.9898) * 0.02 + step * 1e-4 * np.cos(i),
         "up.weight.exp_avg": np.sin(i * 37.719 + step * 0.1) * np.sqrt(second),
         "up.weight.exp_avg_sq": second,
     }
-    return {name: values.astype(np.float32) for name, values in found.items()}
+    return {name: values.astype(np.float32) for name, values in tensors.items()}
 
 
 def write(folder: Path) -> None:
-    """One small file for each thing that a file may be."""
+    """Write one small file of each kind that version 1.0 defines."""
     lossy = KMeans(levels=8, prune=0.1, protect=0.01)
     save_file(weights(0), folder / "lossless.ckptz", {"format": "np"})
     save_file(weights(1), folder / "delta.ckptz", base=folder / "lossless.ckptz")
@@ -68,13 +68,13 @@ def write(folder: Path) -> None:
         shards.mkdir()
         save_plain({"a": weights(0)["µ"]}, shards / "model-00001-of-00002.safetensors")
         save_plain({"b": weights(0)["count"]}, shards / "model-00002-of-00002.safetensors")
-        places = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
-        (shards / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+        weight_map = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+        (shards / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
         compress([shards], folder / "sharded.ckptz")
 
 
 def write_low_rank(folder: Path) -> None:
-    """What version 1.1 has more: states of a run whose first moments are of low rank."""
+    """Write files with first moments of low rank, new in 1.1: optimizer states of a run."""
     model = torch.nn.Linear(64, 96)
     optimizer = torch.optim.AdamW(model.parameters())
     i = torch.arange(64 * 96, dtype=torch.float32).reshape(96, 64)
@@ -101,7 +101,7 @@ def write_huffman(folder: Path) -> None:
 
 
 def write_products(folder: Path) -> None:
-    """Write files with contexts by products, new in 1.3: codes of an 8-bit Adam, a full file and a delta."""
+    """Write files with product contexts, new in 1.3: codes of an 8-bit Adam, a full file and a delta."""
     i = np.arange(96 * 64).reshape(96, 64)
     for step, name in enumerate(("codes", "codes-delta")):
         wave = np.sin(i // 64 * (step + 1)) * np.cos(i % 64) + 0.1 * np.sin(i * 78.233 + step)
@@ -115,7 +115,7 @@ WRITERS = {"1.0": write, "1.1": write_low_rank, "1.2": write_huffman, "1.3": wri
 
 
 def digests(folder: Path) -> dict[str, dict[str, str]]:
-    """SHA-256 of every tensor of every file."""
+    """Compute the SHA-256 of every tensor of every file, as {file name: {tensor name: hex digest}}."""
     return {
         path.name: {name: hashlib.sha256(t.tobytes()).hexdigest() for name, t in load_file(path).items()}
         for path in sorted(folder.glob("*.ckptz"))
@@ -123,16 +123,16 @@ def digests(folder: Path) -> dict[str, dict[str, str]]:
 
 
 def main() -> None:
-    """Write the folder of the present version, once."""
+    """Write the folder of the current format version, or exit if it exists."""
     folder = FOLDER / FORMAT_VERSION
     if folder.exists():
-        sys.exit(f"{folder} is there; files of a version are written once")
+        sys.exit(f"{folder} exists; the files of a format version are written once")
     with tempfile.TemporaryDirectory() as name:
-        made = Path(name) / FORMAT_VERSION
-        made.mkdir()
-        WRITERS[FORMAT_VERSION](made)
-        (made / "digests.json").write_text(json.dumps(digests(made), indent=1) + "\n")
-        shutil.copytree(made, folder, copy_function=shutil.copyfile)
+        new = Path(name) / FORMAT_VERSION
+        new.mkdir()
+        WRITERS[FORMAT_VERSION](new)
+        (new / "digests.json").write_text(json.dumps(digests(new), indent=1) + "\n")
+        shutil.copytree(new, folder, copy_function=shutil.copyfile)
 
 
 if __name__ == "__main__":
