@@ -176,8 +176,8 @@ def _read(torch_type: str, shape: Numbers, parts: Sequence[_StoredPart]) -> Byte
     return as_bytes
 
 
-def open_dcp(folder: Path) -> tuple[dict[str, TensorSource], dict[str, Any]]:
-    """Open a folder that torch wrote.
+def read_dcp(folder: Path) -> tuple[dict[str, TensorSource], dict[str, Any]]:
+    """Read a folder that torch wrote.
 
     Returns:
         Sources of its tensors by name, which are read on use, and the tree of the nested state.
@@ -385,7 +385,7 @@ def _part(
 def write_dcp(
     folder: Path, tensors: Mapping[str, TensorSource], tree: Any, chunks: Chunks, like: Iterable[Path] = ()
 ) -> None:
-    """Write a folder with torch's own writer; inverse of `open_dcp`.
+    """Write a folder with torch's own writer; inverse of `read_dcp`.
 
     Args:
         folder: must not exist, or be empty.

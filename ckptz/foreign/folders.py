@@ -256,8 +256,8 @@ class _Layout:
         return stems.pop() if len(stems) == 1 else "model"
 
 
-def open_folder(folder: Path) -> Input:
-    """Open a folder of shards.
+def read_folder(folder: Path) -> Input:
+    """Read a folder of shards.
 
     Raises:
         FileNotFoundError: a shard that the index names is missing.

@@ -14,17 +14,16 @@ from typing import Any, Final, Literal
 import msgspec
 
 from ckptz.errors import CkptzError, ConfigError, with_context
-from ckptz.foreign.dcp import METADATA_FILE, open_dcp
+from ckptz.foreign.dcp import METADATA_FILE, read_dcp
 from ckptz.foreign.folders import Input as Input
-from ckptz.foreign.folders import check_sharding, is_shard_name, is_within, open_folder, packed_in
-from ckptz.foreign.shards import open_shards
+from ckptz.foreign.folders import check_sharding, is_shard_name, is_within, packed_in, read_folder
+from ckptz.foreign.shards import read_ranks
 from ckptz.foreign.torch_files import LEGACY_MAGIC, ZIP_MAGIC, read
 from ckptz.format.byte_source import is_folder, is_url, local_copy
 from ckptz.format.envelope import HEAD_BYTES, LENGTH_BYTES, MAX_HEADER_BYTES, is_head
 from ckptz.format.index import Shard, Sharding
 from ckptz.format.suffixes import FOREIGN_SUFFIXES, PLAIN_SUFFIX, SHARD_SUFFIXES, SUFFIX, TORCH_SUFFIXES
-from ckptz.run.names import newest_checkpoint, resolve
-from ckptz.run.residuals import residual_or_file
+from ckptz.run.names import resolve
 from ckptz.run.step_files import TRAINER_STATE, StepFile, is_written
 from ckptz.store.resolve import folders_beside, open_checkpoint
 
@@ -47,13 +46,13 @@ def stem_of(path: Path) -> str:
 
 
 def open_input(path: Path, search_path: Sequence[Path] = ()) -> Input:
-    """Open a file or a folder by its content; for a folder with one packed file, that file.
+    """Open a file or a folder with the reader of its format; for a folder with one packed file, that file.
 
     Folders are recognised in this order: a step of several ranks, torch.distributed.checkpoint, one packed
     file, shards. Files are recognised by `_file_kind`.
 
     Args:
-        path: of a checkpoint of any supported format, or DIR@STEP.
+        path: of a checkpoint of any supported format, or DIR@STEP of a step that several ranks wrote.
         search_path: folders in which bases are searched.
 
     Raises:
@@ -66,16 +65,16 @@ def open_input(path: Path, search_path: Sequence[Path] = ()) -> Input:
     path = resolved.path
     if resolved.shards is not None:
         with contextlib.ExitStack() as stack:
-            tensors, tree, shards = open_shards(resolved.shards, search_path, stack)
+            tensors, tree, shards = read_ranks(resolved.shards, search_path, stack)
             close = stack.pop_all().close
         stem = stem_of(resolved.shards)
         return Input(str(path), "dcp", stem, tensors, tree=tree, shards=shards, close=close)
     if is_folder(path) and (path / METADATA_FILE).is_file():
-        tensors, tree = open_dcp(path)
+        tensors, tree = read_dcp(path)
         return Input(str(path), "dcp", stem_of(path), tensors, tree=tree)
     if is_folder(path):
         packed = packed_in(path)
-        return open_folder(path) if packed is None else open_input(packed, search_path)
+        return read_folder(path) if packed is None else open_input(packed, search_path)
     if not path.exists():
         raise FileNotFoundError(ENOENT, os.strerror(ENOENT), str(path))
     if not path.is_file():
@@ -89,34 +88,6 @@ def open_input(path: Path, search_path: Sequence[Path] = ()) -> Input:
         flat = read(path)
     # No `close`: the mapped file is closed with its last tensor.
     return Input(str(path), "torch", stem_of(path), flat.tensors, tree=flat.tree)
-
-
-def open_all(path: Path, search_path: Sequence[Path], stack: contextlib.ExitStack) -> list[Input]:
-    """Open an input as `open_input`; in a run folder, all files of the newest step or of DIR@STEP.
-
-    Args:
-        path, search_path: as for `open_input`.
-        stack: closes the files.
-
-    Returns:
-        The inputs, weights first; exact where there are residual files.
-
-    Raises:
-        CkptzError, OSError: as `open_input`.
-    """
-
-    def open_file(file: Path) -> Input:
-        return stack.enter_context(contextlib.closing(open_input(file, search_path)))
-
-    weights = resolve(path).weights
-    if weights is None:
-        try:
-            return [open_file(path)]
-        except ConfigError:
-            weights = newest_checkpoint(path) if is_folder(path) else None
-            if weights is None:
-                raise
-    return [open_file(residual_or_file(file)) for file in (weights, *other_files_of_step(weights))]
 
 
 def other_files_of_step(weights: Path) -> list[Path]:

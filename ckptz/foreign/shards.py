@@ -1,4 +1,4 @@
-"""Opens steps that several ranks wrote (`CkptzStorageWriter`) as one checkpoint.
+"""Reads steps that several ranks wrote (`CkptzStorageWriter`) as one checkpoint.
 
 A tensor is assembled from the pieces of all ranks when it is read. At most two tensors are in memory.
 """
@@ -24,10 +24,10 @@ from ckptz.state.skeleton import TensorRef, pack_node, parse_tree
 from ckptz.store.resolve import Checkpoint, open_checkpoint
 
 
-def open_shards(
+def read_ranks(
     folder: Path, search_path: Sequence[Path], stack: contextlib.ExitStack
 ) -> tuple[dict[str, TensorSource], dict[str, Any], tuple[Checkpoint, ...]]:
-    """Open all files of a step, exact where there are residual files.
+    """Read all files of a step, exact where there are residual files.
 
     Args:
         folder: of the step.

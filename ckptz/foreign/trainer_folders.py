@@ -109,10 +109,10 @@ class TrainerFolder:
         return ["rng_state.pth"] if n_ranks == 1 else [f"rng_state_{i}.pth" for i in range(n_ranks)]
 
 
-def open_trainer_folder(
+def read_trainer_folder(
     folder: Path, search_path: Sequence[Path], stack: contextlib.ExitStack
 ) -> TrainerFolder:
-    """Open all files of a checkpoint, exact where there are residual files.
+    """Read all files of a checkpoint, exact where there are residual files.
 
     Args:
         folder: of the checkpoint.

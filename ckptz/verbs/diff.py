@@ -13,10 +13,10 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.errors import check_int
-from ckptz.foreign.inputs import MODEL, Input, open_all
+from ckptz.errors import ConfigError, check_int
+from ckptz.foreign.inputs import MODEL, Input, open_input, other_files_of_step
 from ckptz.format.bits import xxh64
-from ckptz.format.byte_source import naming_urls, path_of
+from ckptz.format.byte_source import is_folder, naming_urls, path_of
 from ckptz.format.reader import FrameSource, check_empty, has_own_frame
 from ckptz.format.sources import CHUNK_VALUES, TensorSource, chunk_bounds
 from ckptz.format.suffixes import PLAIN_SUFFIX, SUFFIX
@@ -24,6 +24,8 @@ from ckptz.kernels.blas import product
 from ckptz.kernels.clock import working_seconds
 from ckptz.kernels.floats import Patterns
 from ckptz.parallel import SILENT, Progress, Workers
+from ckptz.run.names import newest_checkpoint, resolve
+from ckptz.run.residuals import residual_or_file
 from ckptz.run.step_files import lossy_stem
 from ckptz.state.skeleton import TensorRef, View, label, parse_tree
 from ckptz.verbs.paths import PathLike, to_paths
@@ -160,7 +162,7 @@ class _Side:
 
 def _side(path: Path, search_path: Sequence[Path], stack: contextlib.ExitStack) -> _Side:
     """Open all files of a checkpoint; names that several files use are prefixed with the file's name."""
-    inputs = open_all(path, search_path, stack)
+    inputs = _opened(path, search_path, stack)
     tensors: dict[str, TensorSource] = {}
     values: dict[str, str] = {}
     for opened in inputs:
@@ -177,6 +179,23 @@ def _side(path: Path, search_path: Sequence[Path], stack: contextlib.ExitStack) 
         values=values if any(opened.tree is not None for opened in inputs) else None,
         not_read=frozenset(_not_read(path, inputs)),
     )
+
+
+def _opened(path: Path, search_path: Sequence[Path], stack: contextlib.ExitStack) -> list[Input]:
+    """Open an input; in a run folder, the files of the newest step or of DIR@STEP, exact, weights first."""
+
+    def opened(file: Path) -> Input:
+        return stack.enter_context(contextlib.closing(open_input(file, search_path)))
+
+    weights = resolve(path).weights
+    if weights is None:
+        try:
+            return [opened(path)]
+        except ConfigError:
+            weights = newest_checkpoint(path) if is_folder(path) else None
+            if weights is None:
+                raise
+    return [opened(residual_or_file(file)) for file in (weights, *other_files_of_step(weights))]
 
 
 def _not_read(path: Path, inputs: Sequence[Input]) -> Iterator[str]:

@@ -26,8 +26,8 @@ from ckptz.foreign.inputs import (
 )
 from ckptz.foreign.trainer_folders import (
     TrainerFolder,
-    open_trainer_folder,
     plain_state_in,
+    read_trainer_folder,
     write_plain_trainer,
 )
 from ckptz.format.byte_source import is_url, naming_urls, path_of
@@ -125,7 +125,7 @@ def restore(
             if output is None or to is not None:
                 what = "becomes a folder for the plain Trainer; name it with -o, and leave out --to"
                 raise ConfigError(f"{located.path}: {what}")
-            trainer = open_trainer_folder(located.path, folders, stack)
+            trainer = read_trainer_folder(located.path, folders, stack)
             job = _of_trainer(located.path, trainer, path_of(output), force=force)
         else:
             read, named = _located_file(located, has_output=output is not None)
