@@ -1,4 +1,4 @@
-"""Where a base is looked for, what is opened on the way, and what is not."""
+"""The search for the base of a delta: which files are candidates, and which of them are opened and read."""
 
 import contextlib
 import os
@@ -26,19 +26,19 @@ def test_a_base_name_that_is_none_is_corrupt(name: str, chain: Chain) -> None:
 
 
 @contextlib.contextmanager
-def patience() -> Iterator[None]:
-    """Whoever waits for a pipe fails, and does not hang the tests."""
+def timeout() -> Iterator[None]:
+    """Raise TimeoutError after 120 seconds, so that a read that waits for a pipe fails instead of hanging."""
 
-    def give_up(*_: object) -> None:
-        raise TimeoutError("it waits for the other end of a pipe")
+    def raise_timeout(*_: object) -> None:
+        raise TimeoutError("a read waits for the other end of a pipe")
 
-    before = signal.signal(signal.SIGALRM, give_up)
+    previous = signal.signal(signal.SIGALRM, raise_timeout)
     signal.alarm(120)
     try:
         yield
     finally:
         signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, previous)
 
 
 @pytest.mark.parametrize("name", ["a.ckptz", "a.safetensors", "step-1.ckptz"])
@@ -46,7 +46,7 @@ def test_a_pipe_in_the_folder_is_no_candidate(name: str, chain: Chain) -> None:
     chain.first.unlink()
     chain.full.rename(chain.folder / "renamed.ckptz")
     os.mkfifo(chain.folder / name)
-    with patience():
+    with timeout():
         ckptz("verify", chain.delta)
 
 
@@ -70,18 +70,18 @@ def test_only_a_plain_file_that_fits_is_read_whole(chain: Chain, monkeypatch: py
     fewer = {name: row for name, row in rows.items() if name != "layer.weight"}
     for name, state in (("a", other_dtype), ("b", other_shape), ("c", fewer)):
         write_plain(chain.folder / f"{name}.safetensors", state)
-    hashed = []
+    hashed_states = []
 
-    def noted(tensors: object) -> str:
-        hashed.append(tensors)
+    def recording_content_id(tensors: object) -> str:
+        hashed_states.append(tensors)
         return content_id_of(tensors)
 
-    monkeypatch.setattr(resolve, "content_id_of", noted)
+    monkeypatch.setattr(resolve, "content_id_of", recording_content_id)
     resolve.open_checkpoint(report.output).close()
-    assert len(hashed) == 1
+    assert len(hashed_states) == 1
 
 
-def test_a_base_of_which_a_tensor_changed_its_shape_is_found(chain: Chain) -> None:
+def test_a_base_is_found_although_the_shape_of_a_tensor_changed(chain: Chain) -> None:
     rows = a_state(drift=0.01)
     rows["zeros"] = ("I32", (10, 300), rows["zeros"][2])
     grown = write_plain(chain.folder / "grown.safetensors", rows)

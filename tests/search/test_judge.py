@@ -1,4 +1,4 @@
-"""The judge: losses of single answers, what their changes say, and what an evaluation may not return."""
+"""Judging a trial: per-example losses, the limits for their changes, and invalid results of evaluations."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ ONE_PERCENT = Limit(0.01, True)
 UNSURE = replace(ONE_PERCENT, allow_unsure=True)
 N_ANSWERS, WIDTH = 64, 96
 
-# Losses that follow the error of a weight; the exact file lies beside.
+# Losses that depend on the error of a weight; the file with the exact weight is in the same folder.
 EVALUATION = f"""
 from pathlib import Path
 import torch
@@ -73,44 +73,48 @@ def search(
     folder: Path, quality: Callable[[State], Any], drop: float = 0.01, **options: Any
 ) -> CompressReport:
     budget = Budget(quality, drop, **options.pop("budget", {}))
-    asked = SearchOptions(budgets=(budget,), **options)
+    search_options = SearchOptions(budgets=(budget,), **options)
     (report,) = compress(
-        [folder / "model.safetensors"], folder / "out.ckptz", jobs=1, search=asked, force=True
+        [folder / "model.safetensors"], folder / "out.ckptz", jobs=1, search=search_options, force=True
     )
     return report
 
 
-def judged(
+def judgement_of(
     exact: Sequence[float] | np.ndarray[Any, Any],
-    apart: Sequence[float] | np.ndarray[Any, Any],
+    differences: Sequence[float] | np.ndarray[Any, Any],
     limit: Limit = ONE_PERCENT,
     lower: bool = True,
     counts: np.ndarray[Any, Any] | None = None,
 ) -> Judgement:
     values = np.asarray(exact, np.float64)
     return judge(
-        limit, Measurement("loss", values, lower, counts), Measurement("loss", values + apart, lower, counts)
+        limit,
+        Measurement("loss", values, lower, counts),
+        Measurement("loss", values + differences, lower, counts),
     )
 
 
-# --- the two numbers ----------------------------------------------------------------------------
+# --- the mean change and the per-example change -------------------------------------------------
 
 
 def test_both_numbers_and_the_standard_error_are_those_of_the_definition() -> None:
     rng = np.random.default_rng(0)
-    exact, apart = rng.uniform(1, 3, 500), 0.001 * rng.standard_normal(500)
-    found, mean = judged(exact, apart), exact.mean()
-    assert found.mean_change == pytest.approx(apart.mean() / mean)
-    assert found.standard_error == pytest.approx(apart.std(ddof=1) / np.sqrt(500) / mean)
-    assert found.example_change == pytest.approx((apart**2).mean() / 2 / mean)
-    absolute = judged(exact, apart, Limit(0.01, False))
-    assert absolute.example_change == pytest.approx((apart**2).mean() / 2)
-    assert absolute.mean_change == pytest.approx(apart.mean())
+    exact, differences = rng.uniform(1, 3, 500), 0.001 * rng.standard_normal(500)
+    judgement, mean = judgement_of(exact, differences), exact.mean()
+    assert judgement.mean_change == pytest.approx(differences.mean() / mean)
+    assert judgement.standard_error == pytest.approx(differences.std(ddof=1) / np.sqrt(500) / mean)
+    assert judgement.example_change == pytest.approx((differences**2).mean() / 2 / mean)
+    absolute = judgement_of(exact, differences, Limit(0.01, False))
+    assert absolute.example_change == pytest.approx((differences**2).mean() / 2)
+    assert absolute.mean_change == pytest.approx(differences.mean())
 
 
 @pytest.mark.parametrize(("sign", "lower"), [(1, True), (-1, True), (1, False), (-1, False)])
 def test_the_mean_may_move_by_the_budget_in_either_direction(sign: int, lower: bool) -> None:
-    kept, broken = (judged([2.0] * 100, [sign * 0.02 * share] * 100, lower=lower) for share in (0.99, 1.01))
+    kept, broken = (
+        judgement_of([2.0] * 100, [sign * 0.02 * share] * 100, lower=lower) for share in (0.99, 1.01)
+    )
     assert kept.is_met
     assert not broken.is_met
     assert kept.used == pytest.approx(0.99)
@@ -119,7 +123,7 @@ def test_the_mean_may_move_by_the_budget_in_either_direction(sign: int, lower: b
 
 def test_changes_that_cancel_in_the_mean_use_the_budget_all_the_same() -> None:
     signs = np.tile([1.0, -1.0], 5000)
-    kept, broken = (judged(np.full(10_000, 2.0), size * signs) for size in (0.28, 0.29))
+    kept, broken = (judgement_of(np.full(10_000, 2.0), size * signs) for size in (0.28, 0.29))
     assert kept.mean_change == pytest.approx(0)
     assert kept.is_resolved
     assert kept.is_met
@@ -129,18 +133,18 @@ def test_changes_that_cancel_in_the_mean_use_the_budget_all_the_same() -> None:
 
 def test_a_change_beyond_the_limit_is_refused_unless_unsure_answers_are_allowed_to_decide() -> None:
     rng = np.random.default_rng(3)
-    apart = 0.18 * rng.standard_normal(64)
-    apart += 0.04 - apart.mean()  # 2 % of the mean, 1.7 standard errors
-    refused = judged(np.full(64, 2.0), apart)
+    differences = 0.18 * rng.standard_normal(64)
+    differences += 0.04 - differences.mean()  # 2 % of the mean, 1.7 standard errors
+    refused = judgement_of(np.full(64, 2.0), differences)
     assert (refused.is_resolved, refused.is_met, refused.used) == (False, False, pytest.approx(2))
-    found = judged(np.full(64, 2.0), apart, UNSURE)
-    assert found.mean_change == pytest.approx(0.02)
-    assert not found.is_resolved
-    assert found.is_met
-    assert found.used == pytest.approx((found.example_change or 0) / 0.01)
-    assert not judged(np.full(64, 2.0), 1.2 * apart, UNSURE).is_met  # held to the budget, not twice it
-    assert found.n_needed == pytest.approx(64 * ((found.standard_error or 0) / 0.005) ** 2)
-    many = judged(np.full(64 * 40, 2.0), np.tile(apart, 40), UNSURE)
+    allowed = judgement_of(np.full(64, 2.0), differences, UNSURE)
+    assert allowed.mean_change == pytest.approx(0.02)
+    assert not allowed.is_resolved
+    assert allowed.is_met
+    assert allowed.used == pytest.approx((allowed.example_change or 0) / 0.01)
+    assert not judgement_of(np.full(64, 2.0), 1.2 * differences, UNSURE).is_met  # one budget, not two
+    assert allowed.n_needed == pytest.approx(64 * ((allowed.standard_error or 0) / 0.005) ** 2)
+    many = judgement_of(np.full(64 * 40, 2.0), np.tile(differences, 40), UNSURE)
     assert many.is_resolved
     assert not many.is_met
 
@@ -149,7 +153,7 @@ def test_a_change_beyond_the_limit_is_refused_unless_unsure_answers_are_allowed_
     ("error", "most"), [(0, 2), (0.5, 2), (0.51, 2 * 0.5 / 0.51), (0.75, 4 / 3), (1, 1), (9, 1)]
 )
 def test_single_changes_are_allowed_less_the_less_the_mean_can_tell(error: float, most: float) -> None:
-    found = Judgement(
+    judgement = Judgement(
         metric="loss",
         unit="answer",
         n_values=9,
@@ -157,87 +161,89 @@ def test_single_changes_are_allowed_less_the_less_the_mean_can_tell(error: float
         is_relative=True,
         standard_error=0.02 * error,
     )
-    assert found.example_limit == pytest.approx(0.02 * most)
+    assert judgement.example_limit == pytest.approx(0.02 * most)
     assert share_used(0.0, 0.02 * error, 0.02, Limit(0.02, True)) == pytest.approx(1 / most)
 
 
 def test_a_mean_beyond_the_budget_by_more_than_chance_breaks_it_with_few_answers_too() -> None:
     rng = np.random.default_rng(3)
-    apart = 0.1 * rng.standard_normal(64)
-    apart += 0.2 - apart.mean()  # 10 % of the mean, 16 standard errors
-    found = judged(np.full(64, 2.0), apart, UNSURE)
-    assert not found.is_resolved
-    assert found.example_change < 0.02
-    assert not found.is_met
+    differences = 0.1 * rng.standard_normal(64)
+    differences += 0.2 - differences.mean()  # 10 % of the mean, 16 standard errors
+    judgement = judgement_of(np.full(64, 2.0), differences, UNSURE)
+    assert not judgement.is_resolved
+    assert judgement.example_change < 0.02
+    assert not judgement.is_met
 
 
 def test_of_right_and_wrong_answers_those_that_changed_count_and_not_their_balance() -> None:
     exact = np.tile([1.0, 1.0, 1.0, 0.0], 2000)
-    apart = np.zeros(8000)
-    apart[3:1000:4], apart[1000:2000:8] = 1.0, -1.0
-    apart[1002:2000:8] = -1.0  # as many right ones became wrong as wrong ones right
-    found = judged(exact, apart, lower=False)
-    assert found.mean_change == pytest.approx(0)
-    assert found.example_change == pytest.approx((apart != 0).mean() / 2 / 0.75)
-    assert not found.is_met
+    differences = np.zeros(8000)
+    differences[3:1000:4], differences[1000:2000:8] = 1.0, -1.0
+    differences[1002:2000:8] = -1.0  # as many answers became wrong as became right
+    judgement = judgement_of(exact, differences, lower=False)
+    assert judgement.mean_change == pytest.approx(0)
+    assert judgement.example_change == pytest.approx((differences != 0).mean() / 2 / 0.75)
+    assert not judgement.is_met
 
 
 def test_sums_with_their_counts_say_what_their_single_answers_would() -> None:
     rng = np.random.default_rng(5)
     lengths = rng.integers(4, 60, 4000)
-    exact, apart = rng.uniform(1, 3, lengths.sum()), 0.1 * rng.standard_normal(lengths.sum())
+    exact, differences = rng.uniform(1, 3, lengths.sum()), 0.1 * rng.standard_normal(lengths.sum())
     begins = np.cumsum(lengths) - lengths
-    tokens = judged(exact, apart)
-    sums = judged(*(np.add.reduceat(x, begins) for x in (exact, apart)), counts=lengths.astype(float))
+    tokens = judgement_of(exact, differences)
+    sums = judgement_of(
+        *(np.add.reduceat(x, begins) for x in (exact, differences)), counts=lengths.astype(float)
+    )
     assert sums.mean_change == pytest.approx(tokens.mean_change)
     assert sums.example_change == pytest.approx(tokens.example_change, rel=0.1)
     assert sums.standard_error == pytest.approx(tokens.standard_error, rel=0.1)
-    means = judged(*(np.add.reduceat(x, begins) / lengths for x in (exact, apart)))
+    means = judgement_of(*(np.add.reduceat(x, begins) / lengths for x in (exact, differences)))
     assert (means.example_change or 0) < (tokens.example_change or 0) / 5
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e200])
 def test_a_trial_of_which_one_answer_is_no_number_or_overflows_breaks_the_budget(value: float) -> None:
-    found = judge(
+    judgement = judge(
         ONE_PERCENT,
         Measurement("loss", np.ones(3), True),
         Measurement("loss", np.array([1.0, value, 1]), True),
     )
-    assert found.used is None
-    assert not found.is_met
+    assert judgement.used is None
+    assert not judgement.is_met
 
 
 # --- what an evaluation returns -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "given",
+    "values",
     [
         torch.tensor([1.0, 0.0, 1.0], dtype=torch.bfloat16, requires_grad=True),
         torch.tensor([True, False, True]),
         np.array([1, 0, 1]),
     ],
 )
-def test_vectors_of_any_kind_are_read(given: Any) -> None:
-    reading = Budget(lambda state: given, metric="accuracy").read({"accuracy": given})
-    assert reading.values.tolist() == [1.0, 0.0, 1.0]
-    assert reading.value == pytest.approx(2 / 3)
-    assert (reading.lower_is_better, reading.unit) == (False, "answer")
+def test_vectors_of_any_kind_are_read(values: Any) -> None:
+    measurement = Budget(lambda state: values, metric="accuracy").read({"accuracy": values})
+    assert measurement.values.tolist() == [1.0, 0.0, 1.0]
+    assert measurement.value == pytest.approx(2 / 3)
+    assert (measurement.lower_is_better, measurement.unit) == (False, "answer")
 
 
 def test_sums_are_read_with_their_counts_and_a_number_has_none() -> None:
     def loss(state: State) -> None: ...
 
     loss.unit = "token"
-    given = {"loss": torch.tensor([6.0, 2.0]), "counts": torch.tensor([3, 1])}
-    reading = Budget(loss).read(given)
-    assert (reading.value, reading.n_examples, reading.unit) == (2.0, 4.0, "token")
+    values = {"loss": torch.tensor([6.0, 2.0]), "counts": torch.tensor([3, 1])}
+    measurement = Budget(loss).read(values)
+    assert (measurement.value, measurement.n_examples, measurement.unit) == (2.0, 4.0, "token")
     assert Budget(loss).read({"loss": 2.0, "counts": "many"}).value == 2.0
 
 
 def test_an_evaluation_that_differs_by_far_less_than_its_budget_is_no_error(folder: Path) -> None:
-    left = iter([2.0, 2.0 + 1e-6])
-    assert search(folder, lambda state: next(left, 2.0)).search is not None
+    losses = iter([2.0, 2.0 + 1e-6])
+    assert search(folder, lambda state: next(losses, 2.0)).search is not None
 
 
 def test_a_later_checkpoint_does_not_pay_for_a_second_look_at_the_exact_state(
@@ -256,15 +262,15 @@ def test_a_later_checkpoint_does_not_pay_for_a_second_look_at_the_exact_state(
     assert n_calls[0] == 1 + len(later.trials)
 
 
-# --- searches, records and words ----------------------------------------------------------------
+# --- searches, their records and messages -------------------------------------------------------
 
 
 def test_a_search_by_single_losses_keeps_what_their_mean_lets_go(
     folder: Path, functions: dict[str, Any]
 ) -> None:
     def losses(state: State) -> Any:
-        apart = functions["losses"](state) - 2
-        return 2 + torch.cat([apart, -apart])  # of which the mean never moves
+        differences = functions["losses"](state) - 2
+        return 2 + torch.cat([differences, -differences])  # the mean of these is always 2
 
     by_mean = search(folder, lambda state: losses(state).mean())
     by_losses = search(folder, losses)
@@ -286,15 +292,15 @@ def test_the_file_and_its_words_hold_both_numbers(folder: Path) -> None:
     assert changes.max_drop == pytest.approx(0.005 * mean.exact)  # too few answers for the mean to decide
     assert (changes.exact, changes.is_relative, changes.is_met) == (0.0, False, True)
     assert 0 < changes.measured <= changes.max_drop
-    what = "per-token change of loss"
-    assert metric_name(changes) == what
+    name = "per-token change of loss"
+    assert metric_name(changes) == name
     ckptz("report", output, "-o", folder / "page.html")
     page = (folder / "page.html").read_text()
     assert all(quality_text(record) in page for record in (mean, changes))
-    said = f"{what} {changes.measured:.2g} ("
-    assert said in run.stdout
-    assert said in ckptz("inspect", output).stdout
-    assert said in ckptz("log", folder).stdout
+    text = f"{name} {changes.measured:.2g} ("
+    assert text in run.stdout
+    assert text in ckptz("inspect", output).stdout
+    assert text in ckptz("log", folder).stdout
     lines = [line for line in run.stderr.splitlines() if "ckptz: tried " in line]
     assert lines
     assert all(" +- " in line and "per-token change" in line and "(limit 0.50%)" in line for line in lines)
@@ -340,19 +346,21 @@ def shifted(state):
     assert last.endswith("or --allow-unsure")
 
 
-def test_a_search_tells_what_begins_before_it_has_ended(folder: Path, functions: dict[str, Any]) -> None:
-    told: list[tuple[Any, ...]] = []
+def test_a_search_reports_a_trial_before_and_after_it_is_written(
+    folder: Path, functions: dict[str, Any]
+) -> None:
+    events: list[tuple[Any, ...]] = []
     report = search(
         folder,
         functions["losses"],
-        on_begin=lambda config, n_bytes: told.append((config, n_bytes)),
-        on_trial=lambda trial: told.append((trial.config, trial.n_bytes, trial.is_feasible)),
+        on_begin=lambda config, n_bytes: events.append((config, n_bytes)),
+        on_trial=lambda trial: events.append((trial.config, trial.n_bytes, trial.is_feasible)),
     )
-    assert told[0] == (None, None)
+    assert events[0] == (None, None)
     n = len(report.search.trials)
-    assert len(told) == 1 + 3 * n
+    assert len(events) == 1 + 3 * n
     for i, trial in enumerate(report.search.trials):
-        begun, written, ended = told[1 + 3 * i : 4 + 3 * i]
+        begun, written, ended = events[1 + 3 * i : 4 + 3 * i]
         assert begun == (trial.config, None)
         assert written == (trial.config, trial.n_bytes)
         assert ended[:2] == written
@@ -376,7 +384,7 @@ def test_a_note_on_each_file_of_a_chain_is_said_once(folder: Path) -> None:
     files = [folder / f"step-{step}.safetensors" for step in (1, 2)]
     run = ckptz("compress", *files, "--chain", "-o", folder / "run", "--method", "grid", "--json")
     notes = [note for report in run.json["files"] for note in report["notes"]]
-    assert len(notes) > len(set(notes))  # each file has it
+    assert len(notes) > len(set(notes))  # the same note for each file
     assert len(run.stderr.splitlines()) == len(set(notes))
 
 
@@ -394,7 +402,7 @@ def test_accuracies_answer_by_answer_go_through_the_command(folder: Path) -> Non
     mean, changes = report["search"]["quality"]
     assert (mean["metric"], changes["metric"]) == ("accuracy", "accuracy_changes_by_answer")
     assert not mean["lower_is_better"]
-    # Of answers that were all right, each that changed became wrong.
+    # All answers were right before, so each changed answer became wrong.
     assert changes["measured"] == pytest.approx((mean["exact"] - mean["measured"]) / 2)
 
 
@@ -406,12 +414,12 @@ def test_restarts_share_what_is_allowed_of_single_changes(restores: int, sharing
     limit = Budget(lambda state: 2.0, 0.01).limit(None, restores)
     assert limit.max_drop == 0.01
     signs = np.tile([1.0, -1.0], 5000)
-    size = math.sqrt(2 * 2 * 0.02 / sharing)  # of changes that use all that is allowed, of a mean of 2
-    kept, broken = (judged(np.full(10_000, 2.0), share * size * signs, limit) for share in (0.99, 1.01))
+    size = math.sqrt(2 * 2 * 0.02 / sharing)  # changes of this size use the whole limit if the mean is 2
+    kept, broken = (judgement_of(np.full(10_000, 2.0), share * size * signs, limit) for share in (0.99, 1.01))
     assert (kept.is_met, broken.is_met) == (True, False)
     assert kept.example_limit == pytest.approx(0.02 / sharing)
-    of_one = Budget(lambda state: 2.0, 0.01).limit(None, restores, is_mean=True)
-    assert of_one.max_drop == pytest.approx(0.01 / sharing)
+    of_mean = Budget(lambda state: 2.0, 0.01).limit(None, restores, is_mean=True)
+    assert of_mean.max_drop == pytest.approx(0.01 / sharing)
 
 
 def test_what_restarts_cost_in_resumed_training_adds_up() -> None:
@@ -432,16 +440,16 @@ def test_restores_divide_single_changes(folder: Path, functions: dict[str, Any])
 def test_files_to_restart_from_keep_what_training_moves(folder: Path, functions: dict[str, Any]) -> None:
     report = search(folder, functions["losses"], 0.05, restores=2)
     assert report.search.config["purpose"] == "resume"
-    given = GRID.template(Grid(purpose="ship"), trains=True, restarts=True)
-    assert given.purpose == "ship"
+    template = GRID.template(Grid(purpose="ship"), trains=True, restarts=True)
+    assert template.purpose == "ship"
 
 
 def test_levels_of_the_base_are_tried_first_where_a_run_restarts() -> None:
     parent = CUBE.config((2, 1, 1, 0))
     sizes: Callable[[Method], float] = lambda config: float(config.prune)  # noqa: E731
-    for keeps in (False, True):
-        first = Neighbourhood(parent=parent, cubes=BOTH, predict=sizes, tries_parent=keeps).propose([])
-        assert (first == parent) == keeps
+    for tries_parent in (False, True):
+        first = Neighbourhood(parent=parent, cubes=BOTH, predict=sizes, tries_parent=tries_parent).propose([])
+        assert (first == parent) == tries_parent
     finer, other = SPACE.finer(TEMPLATE)[0], replace(parent, protect_by="magnitude")
     for parent, is_first in ((finer, True), (other, False)):
         near = Neighbourhood(parent=parent, cubes=(CUBE,), predict=lambda config: 1.0, tries_parent=True)
@@ -465,13 +473,13 @@ def test_a_search_of_levels_for_a_run_that_restarts_loses_no_movement(folder: Pa
     def losses(state: State) -> torch.Tensor:
         return 2 + looks @ (state["head.weight"] - base - moved).flatten()
 
-    asked = SearchOptions(budgets=(Budget(losses, 0.5),), template=KMeans(), restores=2)
-    given = {"base": folder / "base.ckptz", "search": asked, **options}
-    (report,) = compress(folder / "next.safetensors", folder / "next.ckptz", **given)
+    search_options = SearchOptions(budgets=(Budget(losses, 0.5),), template=KMeans(), restores=2)
+    arguments = {"base": folder / "base.ckptz", "search": search_options, **options}
+    (report,) = compress(folder / "next.safetensors", folder / "next.ckptz", **arguments)
     assert len(report.search.trials) == 1
     assert report.search.trials[0].config["levels"] == 8
-    back = load_file(folder / "next.ckptz")["head.weight"] - base
-    assert float((back * moved).sum() / moved.square().sum()) == pytest.approx(1, abs=0.2)
+    restored_change = load_file(folder / "next.ckptz")["head.weight"] - base
+    assert float((restored_change * moved).sum() / moved.square().sum()) == pytest.approx(1, abs=0.2)
 
 
 GRID = GridSpace("step")
@@ -485,7 +493,7 @@ KNOB = MultiplierSearch(space=GRID, template=Grid(moments=None), start=0.8, is_s
     [
         ([(1.4, 0.7)], True),
         ([(1.4, 0.7), (2.1, 0.6)], True),
-        ([(1.4, 0.7), (1.4, 0.7)], False),  # nothing was drawn: the same file
+        ([(1.4, 0.7), (1.4, 0.7)], False),  # the same result twice: rounding used no random numbers
         ([(1.4, 0.7), (2.1, 0.6), (1.1, 0.7)], False),
         ([(1.4, 1.4)], False),
         ([(1.4, math.inf)], False),
@@ -498,8 +506,8 @@ def test_rounding_is_drawn_again_where_it_alone_broke_the_mean(
     first = strategy.propose([])
     history = [Outcome(first, used, 9, used_by_examples) for used, used_by_examples in broken]
     assert (strategy.propose(history) == first) == again
-    never = replace(strategy, **{"tries_parent" if strategy is NEAR else "is_stochastic": False})
-    assert never.propose(history) != first
+    deterministic = replace(strategy, **{"tries_parent" if strategy is NEAR else "is_stochastic": False})
+    assert deterministic.propose(history) != first
 
 
 def test_a_file_is_drawn_again_at_the_settings_of_its_base(folder: Path) -> None:
@@ -509,22 +517,22 @@ def test_a_file_is_drawn_again_at_the_settings_of_its_base(folder: Path) -> None
     moved = base + 0.01 * torch.randn(base.shape, generator=torch.Generator().manual_seed(2))
     save_plain({"head.weight": moved}, folder / "next.safetensors")
     look = torch.randn(base.shape, generator=torch.Generator().manual_seed(3))
-    found: list[float] = []
+    shifts: list[float] = []
 
     def losses(state: State) -> torch.Tensor:
-        found.append(float((look * (state["head.weight"] - moved)).sum()))
-        return 9 + torch.full((64,), found[-1])  # the rounding moves all answers alike
+        shifts.append(float((look * (state["head.weight"] - moved)).sum()))
+        return 9 + torch.full((64,), shifts[-1])  # rounding changes the loss of all examples equally
 
-    def searched(drop: float) -> CompressReport:
-        found.clear()
-        asked = SearchOptions(budgets=(Budget(losses, drop, relative=False),), restores=2)
-        given = {"base": folder / "base.ckptz", "search": asked, "jobs": 1, "force": True}
-        (report,) = compress(folder / "next.safetensors", folder / "next.ckptz", **given)
+    def search_with_budget(drop: float) -> CompressReport:
+        shifts.clear()
+        search_options = SearchOptions(budgets=(Budget(losses, drop, relative=False),), restores=2)
+        arguments = {"base": folder / "base.ckptz", "search": search_options, "jobs": 1, "force": True}
+        (report,) = compress(folder / "next.safetensors", folder / "next.ckptz", **arguments)
         return report
 
-    searched(100.0)
-    first = next(filter(None, found))
-    report = searched(0.99 * abs(first))
+    search_with_budget(100.0)
+    first = next(filter(None, shifts))
+    report = search_with_budget(0.99 * abs(first))
     trials = report.search.trials
     assert trials[0].config == trials[1].config
     assert trials[0].values != trials[1].values
@@ -533,9 +541,9 @@ def test_a_file_is_drawn_again_at_the_settings_of_its_base(folder: Path) -> None
     assert report.search.quality[0].measured == pytest.approx(float(losses(state).mean()), abs=1e-5)
 
 
-@pytest.mark.parametrize(("restores", "allowed"), [(None, 0.2), (5, 0.2 / 3)])
+@pytest.mark.parametrize(("restores", "limit"), [(None, 0.2), (5, 0.2 / 3)])
 def test_a_checkpointer_divides_single_changes_by_the_restores_that_it_is_told(
-    tmp_path: Path, restores: int | None, allowed: float
+    tmp_path: Path, restores: int | None, limit: float
 ) -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(96, 96)
@@ -550,4 +558,4 @@ def test_a_checkpointer_divides_single_changes_by_the_restores_that_it_is_told(
         checkpointer.save(1)
         checkpointer.wait()
     mean, changes = inspect(tmp_path / "step-00000001.ckptz").quality
-    assert (mean.max_drop, changes.max_drop) == (0.05, pytest.approx(allowed))
+    assert (mean.max_drop, changes.max_drop) == (0.05, pytest.approx(limit))

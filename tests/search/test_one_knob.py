@@ -1,4 +1,4 @@
-"""The search for a multiplier: where it measures, what it finds, and what a file says of it."""
+"""The search for a multiplier of all quantization steps: its trials, its result and what the file records."""
 
 import json
 import math
@@ -42,20 +42,20 @@ Used = Callable[[float], float]
 
 
 def n_bytes(step: float) -> int:
-    """A size that falls by a bit a weight when the step doubles."""
+    """Return a file size that falls by one bit per weight when the step doubles."""
     return round(1e6 * (10 - math.log2(step)))
 
 
-def searched(used: Used, *stages: Strategy) -> list[Outcome]:
-    """Run strategies where a multiplier uses a known share of the budget."""
+def search_outcomes(used: Used, *stages: Strategy) -> list[Outcome]:
+    """Run strategies, by default a `MultiplierSearch`; a trial uses the share `used(step)` of the budget."""
 
-    def try_one(config: Any, _: str) -> Outcome:
+    def run_trial(config: Any, _: str) -> Outcome:
         return Outcome(config, used(config.step), n_bytes(config.step))
 
-    return run_stages(stages or (MultiplierSearch(space=SPACE, template=TEMPLATE),), try_one)
+    return run_stages(stages or (MultiplierSearch(space=SPACE, template=TEMPLATE),), run_trial)
 
 
-# --- the rule -----------------------------------------------------------------------------------
+# --- scaling the steps --------------------------------------------------------------------------
 
 
 def test_all_steps_grow_with_the_multiplier() -> None:
@@ -69,19 +69,19 @@ def test_all_steps_grow_with_the_multiplier() -> None:
     assert TEMPLATE.scaled(2).moments is None
 
 
-# --- where it measures --------------------------------------------------------------------------
+# --- trials and results -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("power", [1.0, 1.6, 2.0, 3.0, 5.0])
 @pytest.mark.parametrize("best", [0.05, 0.3, 0.9, 1.7, 6.0, 30.0])
 def test_few_trials_end_near_the_largest_multiplier_that_keeps_the_budget(power: float, best: float) -> None:
-    found = searched(lambda step: (step / best) ** power)
-    winner = best_of(found)
+    outcomes = search_outcomes(lambda step: (step / best) ** power)
+    winner = best_of(outcomes)
     assert 0.87 * best <= winner.config.step <= best
-    assert len(found) <= MAX_FIRST
-    assert len({outcome.config for outcome in found}) == len(found)
+    assert len(outcomes) <= MAX_FIRST
+    assert len({outcome.config for outcome in outcomes}) == len(outcomes)
     if power == 2.0:
-        assert len(found) <= (3 if 0.25 <= best <= 4 else 5)
+        assert len(outcomes) <= (3 if 0.25 <= best <= 4 else 5)
 
 
 def test_noise_costs_size_and_never_the_budget() -> None:
@@ -89,32 +89,34 @@ def test_noise_costs_size_and_never_the_budget() -> None:
     for seed in range(60):
         rng = np.random.default_rng(seed)
         best, power = float(np.exp(rng.uniform(-2, 2))), rng.uniform(1.3, 2.5)
-        found = searched(lambda s, b=best, p=power, r=rng: (s / b) ** p * (1 + 0.1 * r.standard_normal()))
-        winner = best_of(found)
+        outcomes = search_outcomes(
+            lambda s, b=best, p=power, r=rng: (s / b) ** p * (1 + 0.1 * r.standard_normal())
+        )
+        winner = best_of(outcomes)
         assert winner.used <= 1
-        assert len(found) <= MAX_FIRST
+        assert len(outcomes) <= MAX_FIRST
         losses.append(math.log2(best / winner.config.step))
     assert np.mean(losses) < 0.12  # bits a weight
     assert max(losses) < 0.4
 
 
 def test_what_never_breaks_the_budget_ends_at_the_largest_multiplier() -> None:
-    found = searched(lambda step: -0.1)
-    assert max(outcome.config.step for outcome in found) == LARGEST
-    assert len(found) <= 5
+    outcomes = search_outcomes(lambda step: -0.1)
+    assert max(outcome.config.step for outcome in outcomes) == LARGEST
+    assert len(outcomes) <= 5
 
 
 @pytest.mark.parametrize("used", [math.inf, 50.0])
 def test_what_always_breaks_the_budget_is_given_up(used: float) -> None:
-    found = searched(lambda step: used)
-    assert best_of(found) is None
-    assert min(outcome.config.step for outcome in found) == round(SMALLEST, 4)
-    assert len(found) <= 5
+    outcomes = search_outcomes(lambda step: used)
+    assert best_of(outcomes) is None
+    assert min(outcome.config.step for outcome in outcomes) == round(SMALLEST, 4)
+    assert len(outcomes) <= 5
 
 
 def test_a_cliff_is_found_from_both_sides() -> None:
-    found = searched(lambda step: 0.3 if step < 1.3 else math.inf)
-    winner = best_of(found)
+    outcomes = search_outcomes(lambda step: 0.3 if step < 1.3 else math.inf)
+    winner = best_of(outcomes)
     assert 1.1 <= winner.config.step < 1.3
 
 
@@ -124,8 +126,8 @@ def test_a_failure_below_a_success_is_taken_for_noise() -> None:
     assert proposed.step > 1.4
 
 
-def later(start: float) -> tuple[MultiplierSearch, MultiplierSearch]:
-    """The strategies of a checkpoint with a parent."""
+def later_stages(start: float) -> tuple[MultiplierSearch, MultiplierSearch]:
+    """Return the two stages of a search for a checkpoint whose base was found by a search."""
     first = MultiplierSearch(
         space=SPACE, template=TEMPLATE, start=start, max_trials=MAX_LATER, close=CLOSE_LATER
     )
@@ -134,17 +136,17 @@ def later(start: float) -> tuple[MultiplierSearch, MultiplierSearch]:
 
 @pytest.mark.parametrize(("drift", "most"), [(1.0, 1), (1.1, 1), (0.9, 2), (0.7, 2), (1.6, 2), (0.4, 3)])
 def test_the_parents_multiplier_needs_one_to_three_trials(drift: float, most: int) -> None:
-    found = searched(lambda step: 0.95 * (step / drift / 1.5) ** 2, *later(1.5))
-    assert found[0].config.step == 1.5
-    assert len(found) <= most
-    assert best_of(found) is not None
+    outcomes = search_outcomes(lambda step: 0.95 * (step / drift / 1.5) ** 2, *later_stages(1.5))
+    assert outcomes[0].config.step == 1.5
+    assert len(outcomes) <= most
+    assert best_of(outcomes) is not None
 
 
 def test_where_the_parent_leads_nowhere_the_search_begins_anew() -> None:
-    found = searched(lambda step: (step / 0.02) ** 3, *later(8.0))
-    winner = best_of(found)
+    outcomes = search_outcomes(lambda step: (step / 0.02) ** 3, *later_stages(8.0))
+    winner = best_of(outcomes)
     assert winner is not None
-    assert MAX_LATER < len(found) <= MAX_FIRST
+    assert MAX_LATER < len(outcomes) <= MAX_FIRST
 
 
 # --- files --------------------------------------------------------------------------------------
@@ -164,7 +166,7 @@ def loss(state):
 
 
 class Error:
-    """The relative square error of weights, as if it were a loss near 2."""
+    """A loss near 2: 2 plus the mean relative square error of the weights."""
 
     def __init__(self, path: Path) -> None:
         self.exact = {n: t for n, t in load_plain(path).items() if not n.startswith("optimizer.")}
@@ -187,10 +189,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 def search(source: Path, output: Path, drop: float = 0.005, **options: Any) -> CompressReport:
-    """Compress under one relative budget; options of the compression begin with an underscore."""
-    own = {name[1:]: options.pop(name) for name in list(options) if name.startswith("_")}
-    asked = SearchOptions(budgets=(Budget(Error(source), drop),), **options)
-    (report,) = compress([source], output, jobs=1, search=asked, **own)
+    """Compress under one relative budget; options that begin with an underscore go to `compress`."""
+    compress_options = {name[1:]: options.pop(name) for name in list(options) if name.startswith("_")}
+    search_options = SearchOptions(budgets=(Budget(Error(source), drop),), **options)
+    (report,) = compress([source], output, jobs=1, search=search_options, **compress_options)
     return report
 
 
@@ -214,7 +216,7 @@ def test_steps_beyond_the_largest_that_changes_a_file_are_not_evaluated(folder: 
     options = SearchOptions(budgets=(Budget(quality, 50.0),), template=TEMPLATE)
     (report,) = compress([folder / "exact.safetensors"], folder / "0.ckptz", jobs=1, search=options)
     steps = [trial.config["step"] for trial in report.search.trials]
-    capped = SPREAD_CAP / REFERENCE_NOISE  # at this step every step is as large as it may be
+    capped = SPREAD_CAP / REFERENCE_NOISE  # at this multiplier all steps have their largest size
     assert steps == sorted(steps)
     assert len(steps) > 1
     assert sum(step > capped for step in steps) == 1
@@ -248,12 +250,12 @@ def test_no_evaluation_replays_the_parent_and_promises_nothing(folder: Path) -> 
 
 
 def test_a_search_is_for_grid_and_its_report_replays_it(folder: Path) -> None:
-    source, plan = folder / "exact.safetensors", folder / "found.json"
+    source, plan = folder / "exact.safetensors", folder / "plan.json"
     budget = ("--eval", f"{folder}/evaluate.py:loss", "--budget", "1%")
     out = ("-o", folder / "a.ckptz")
     plan.write_text(ckptz("compress", source, *out, *budget, "--json").stdout)
-    (found,) = json.loads(plan.read_text())["files"]
-    assert found["search"]["method"] == "grid"
+    (file,) = json.loads(plan.read_text())["files"]
+    assert file["search"]["method"] == "grid"
     ckptz("compress", source, "-o", folder / "b.ckptz", "--config", plan)
     a, b = (load_file(folder / f"{name}.ckptz") for name in "ab")
     assert all(torch.equal(a[name], b[name]) for name in a)
@@ -262,7 +264,7 @@ def test_a_search_is_for_grid_and_its_report_replays_it(folder: Path) -> None:
     ]
     assert len(again["search"]["trials"]) == 1
     line = ckptz("compress", source, "-o", folder / "d.ckptz", *budget, "-v", "--config", plan).stderr
-    assert f"tried step {found['search']['config']['step']:g}" in line
+    assert f"tried step {file['search']['config']['step']:g}" in line
 
 
 def test_a_search_begins_at_settings_of_its_own_method(folder: Path) -> None:

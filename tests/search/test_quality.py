@@ -1,4 +1,4 @@
-"""Qualities beyond a loss: agreement of logits, resumed training, several budgets, and what they refuse."""
+"""Qualities other than the loss: agreement of logits, resumed training, and several budgets at once."""
 
 import math
 import re
@@ -22,7 +22,7 @@ from tests.support.cli_support import ckptz
 State = dict[str, torch.Tensor]
 N_IN, N_OUT, N_ROWS = 64, 96, 128
 
-# A linear classifier with Adam's state, as users write such functions.
+# A linear classifier with the state of Adam, and evaluations as users write them.
 FUNCTIONS = f"""
 import math
 import torch
@@ -78,7 +78,7 @@ def functions() -> dict[str, Any]:
 
 @pytest.fixture
 def folder(tmp_path: Path, functions: dict[str, Any]) -> Path:
-    """The classifier after 50 steps, weights and moments in one file."""
+    """Return a folder with the classifier after 50 steps: weights and moments in one file."""
     weight = torch.zeros(N_OUT, N_IN, requires_grad=True)
     optimizer = torch.optim.Adam([weight], lr=1e-2)
     for _ in range(50):
@@ -92,7 +92,7 @@ def folder(tmp_path: Path, functions: dict[str, Any]) -> Path:
 
 
 def compress(folder: Path, *budgets: Budget, **options: Any) -> CompressReport:
-    """Search for the file of the fixture's state."""
+    """Search for the smallest file of the state in `folder`, and return the report."""
     (report,) = compress_files(
         [folder / "state.safetensors"],
         folder / "out.ckptz",
@@ -103,7 +103,7 @@ def compress(folder: Path, *budgets: Budget, **options: Any) -> CompressReport:
 
 
 class Exact:
-    """The exact state from memory, counting how often it is asked for."""
+    """The exact state in memory; counts its plain and its noisy copies."""
 
     def __init__(self, state: State) -> None:
         self.tensors, self.n_copies, self.n_disturbed = state, 0, 0
@@ -124,22 +124,22 @@ class Exact:
 def test_divergence_and_agreement_are_those_of_the_definition() -> None:
     rng = np.random.default_rng(0)
     exact = (3 * rng.standard_normal((50, 7))).astype(np.float32)
-    found = (exact + rng.standard_normal(exact.shape)).astype(np.float32)
-    p, q = (torch.from_numpy(x).double().softmax(1) for x in (exact, found))
-    wanted = float((p * (p.log() - q.log())).sum(1).mean())
-    got = agreement_of(exact, found)
-    assert got["kl"] == pytest.approx(wanted, rel=1e-12)
-    assert got["top1"] == float((p.argmax(1) == q.argmax(1)).double().mean())
+    noisy = (exact + rng.standard_normal(exact.shape)).astype(np.float32)
+    p, q = (torch.from_numpy(x).double().softmax(1) for x in (exact, noisy))
+    expected_kl = float((p * (p.log() - q.log())).sum(1).mean())
+    agreement = agreement_of(exact, noisy)
+    assert agreement["kl"] == pytest.approx(expected_kl, rel=1e-12)
+    assert agreement["top1"] == float((p.argmax(1) == q.argmax(1)).double().mean())
 
 
 def test_chunks_change_nothing() -> None:
     rng = np.random.default_rng(1)
     n_entries = CHUNK_ENTRIES // 3
-    exact, found = (rng.standard_normal((8, n_entries)).astype(np.float32) for _ in range(2))
-    rows = [agreement_of(exact[i : i + 1], found[i : i + 1]) for i in range(8)]
-    whole = agreement_of(exact, found)
+    exact, noisy = (rng.standard_normal((8, n_entries)).astype(np.float32) for _ in range(2))
+    rows = [agreement_of(exact[i : i + 1], noisy[i : i + 1]) for i in range(8)]
+    of_all = agreement_of(exact, noisy)
     for metric in ("kl", "top1"):
-        assert whole[metric] == pytest.approx(np.mean([row[metric] for row in rows]), rel=1e-12)
+        assert of_all[metric] == pytest.approx(np.mean([row[metric] for row in rows]), rel=1e-12)
 
 
 def test_softmax_shares_do_not_overflow_or_lose_small_differences() -> None:
@@ -160,9 +160,9 @@ def test_entries_that_the_exact_model_excludes_count_nothing_and_others_do() -> 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_logits_that_are_no_numbers_keep_no_budget(value: float) -> None:
     exact = np.zeros((2, 3), np.float32)
-    found = exact.copy()
-    found[1, 1] = value
-    assert all(math.isnan(number) for number in agreement_of(exact, found).values())
+    invalid = exact.copy()
+    invalid[1, 1] = value
+    assert all(math.isnan(number) for number in agreement_of(exact, invalid).values())
 
 
 def test_exact_logits_are_asked_for_once_and_kept_apart_from_the_users_buffer() -> None:
@@ -176,9 +176,9 @@ def test_exact_logits_are_asked_for_once_and_kept_apart_from_the_users_buffer() 
     prepared = prepare(Agreement(logits), exact)
     assert exact.n_copies == 1
     assert prepared.exact == {"kl": 0.0, "top1": 1.0}
-    found = prepared.quality({"bias": -torch.arange(5.0)})
-    assert found["top1"] == 0.0
-    assert found["kl"] > 1
+    agreement = prepared.quality({"bias": -torch.arange(5.0)})
+    assert agreement["top1"] == 0.0
+    assert agreement["kl"] > 1
 
 
 # --- the resume probe ---------------------------------------------------------------------------
@@ -243,7 +243,7 @@ def test_a_probe_gets_the_whole_state_and_its_file_promises_a_resumed_gap(
 
 
 def probe_of_decay(functions: dict[str, Any], per_step: float) -> ResumeProbe:
-    """The resumed loss of the toy and 1, less a gain for every step."""
+    """Return a probe: the resumed loss plus 1, less `per_step` for every step of training."""
     return ResumeProbe(
         lambda state, n_steps: 1 + float(functions["resume"](state, 5)) - per_step * n_steps, n_steps=5
     )
@@ -282,8 +282,8 @@ def test_steps_without_a_gain_cannot_be_measured_and_lose_nothing(
 def test_noise_above_the_budget_is_said_and_not_taken_for_success(
     folder: Path, losses: tuple[float, ...], met: bool
 ) -> None:
-    left = iter(losses)
-    report = compress(folder, Budget(ResumeProbe(lambda state, n_steps: next(left, 2.0)), 0.002))
+    remaining = iter(losses)
+    report = compress(folder, Budget(ResumeProbe(lambda state, n_steps: next(remaining, 2.0)), 0.002))
     assert report.search.is_met is met
     assert report.search.noise[0] == pytest.approx(max(losses) - 2)
     if not met:
@@ -313,7 +313,7 @@ def test_budgets_of_one_agreement_share_its_logits_and_the_tightest_decides(
         Budget(agreement, 0.5, relative=False, metric="top1"),
         Budget(functions["loss"], 0.5),
     )
-    assert n_calls[0] == 2 + len(report.search.trials)  # the exact ones twice
+    assert n_calls[0] == 2 + len(report.search.trials)  # exact logits are computed twice
     kl, top1, loss = report.search.quality
     assert (kl.metric, top1.metric, loss.metric) == ("kl", "top1", "loss")
     assert (kl.exact, top1.exact, top1.lower_is_better) == (0.0, 1.0, False)
@@ -338,10 +338,10 @@ def test_a_named_metric_is_the_one_that_is_read() -> None:
     def scores(state: State) -> dict[str, float]:
         return {"loss": 2.0, "perplexity": 7.0, "f1": 0.5}
 
-    found = Budget(scores, metric="perplexity").read(scores({}))
-    assert (found.metric, found.value, found.lower_is_better) == ("perplexity", 7.0, True)
-    found = Budget(scores, metric="f1", lower_is_better=False).read(scores({}))
-    assert (found.metric, found.value, found.lower_is_better) == ("f1", 0.5, False)
+    measurement = Budget(scores, metric="perplexity").read(scores({}))
+    assert (measurement.metric, measurement.value, measurement.lower_is_better) == ("perplexity", 7.0, True)
+    measurement = Budget(scores, metric="f1", lower_is_better=False).read(scores({}))
+    assert (measurement.metric, measurement.value, measurement.lower_is_better) == ("f1", 0.5, False)
 
 
 def test_a_plain_number_is_of_a_known_metric() -> None:
@@ -356,9 +356,11 @@ def test_a_plain_number_is_of_a_known_metric() -> None:
 
 
 def run(folder: Path, *options: object, fails: bool = False) -> Any:
-    """Compress the fixture's state with options where {f} is its file of functions."""
-    given = [str(option).replace("{f}", str(folder / "functions.py")) for option in options]
-    return ckptz("compress", folder / "state.safetensors", "-o", folder / "out.ckptz", *given, fails=fails)
+    """Compress the state in `folder`; "{f}" in an option stands for the file of evaluations."""
+    arguments = [str(option).replace("{f}", str(folder / "functions.py")) for option in options]
+    return ckptz(
+        "compress", folder / "state.safetensors", "-o", folder / "out.ckptz", *arguments, fails=fails
+    )
 
 
 def test_the_command_keeps_several_budgets(folder: Path) -> None:
@@ -370,17 +372,17 @@ def test_the_command_keeps_several_budgets(folder: Path) -> None:
     for metric in ("kl", "top1", "loss", "resume"):
         assert re.search(rf"\b{metric} \d", tried)
     (report,) = shown.json["files"]
-    found = report["search"]["quality"]
-    assert [one["metric"] for one in found] == ["kl", "top1", "loss", "resume", "steps_lost"]
-    assert [one["promise"] for one in found] == ["quality-drop"] * 3 + ["resume-gap"] * 2
-    assert [one["is_relative"] for one in found] == [False, False, True, True, False]
-    assert [round(one["max_drop"], 6) for one in found[:4]] == [0.005, 0.1, 0.05, 0.05]
-    assert all(one["is_met"] for one in found)
+    records = report["search"]["quality"]
+    assert [record["metric"] for record in records] == ["kl", "top1", "loss", "resume", "steps_lost"]
+    assert [record["promise"] for record in records] == ["quality-drop"] * 3 + ["resume-gap"] * 2
+    assert [record["is_relative"] for record in records] == [False, False, True, True, False]
+    assert [round(record["max_drop"], 6) for record in records[:4]] == [0.005, 0.1, 0.05, 0.05]
+    assert all(record["is_met"] for record in records)
     assert "resume-gap" in ckptz("inspect", folder / "out.ckptz").stdout
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (("--eval", "{f}:logits"), "logits need --budget"),
         (("--eval", "{f}:logits", "--budget", "kl"), "is not a budget"),
@@ -409,10 +411,10 @@ def test_the_command_keeps_several_budgets(folder: Path) -> None:
         (("--eval", "resume={f}:diverges", "--budget", "1%"), "the resume of the exact tensors is nan"),
     ],
 )
-def test_what_makes_no_sense_exits_with_2(folder: Path, options: tuple[object, ...], said: str) -> None:
-    found = run(folder, *options, fails=True)
-    assert found.exit_code == 2
-    assert said in found.stderr.replace("\n", " ")
+def test_what_makes_no_sense_exits_with_2(folder: Path, options: tuple[object, ...], message: str) -> None:
+    result = run(folder, *options, fails=True)
+    assert result.exit_code == 2
+    assert message in result.stderr.replace("\n", " ")
     assert not (folder / "out.ckptz").exists()
 
 
@@ -421,8 +423,8 @@ def test_a_budget_below_the_noise_exits_with_6_and_says_so(folder: Path) -> None
         "import itertools\nN = itertools.count()\ndef resume(state, n_steps):\n    return 2.0 + next(N) % 2\n"
     )
     (folder / "noisy.py").write_text(noisy)
-    found = run(folder, "--eval", f"{folder}/noisy.py:resume", "--budget", "1%", fails=True)
-    assert found.exit_code == 6
-    assert "the noise floor" in found.stderr
+    result = run(folder, "--eval", f"{folder}/noisy.py:resume", "--budget", "1%", fails=True)
+    assert result.exit_code == 6
+    assert "the noise floor" in result.stderr
     assert not load_plain(folder / "state.safetensors").keys() - load_file(folder / "out.ckptz").keys()
     ckptz("verify", folder / "out.ckptz", "--against", folder / "state.safetensors")

@@ -1,4 +1,4 @@
-"""What a search refuses: budgets, what evaluations return, and qualities that cannot be judged."""
+"""What a search refuses: invalid budgets, invalid results of evaluations, and values that allow no limit."""
 
 import itertools
 import math
@@ -23,25 +23,25 @@ def loss(state: Any) -> float:
     return 2.0
 
 
-def read(value: Any, **how: Any) -> Call:
-    return lambda: Budget(loss, **how).read(value)
+def read(value: Any, **options: Any) -> Call:
+    return lambda: Budget(loss, **options).read(value)
 
 
 def exact(*values: float) -> Call:
-    """Values of the exact tensors, under a relative budget."""
+    """Return a call that checks the values of the exact tensors against a relative budget."""
     return lambda: Budget(loss).check_exact(Measurement("loss", np.array(values), True))
 
 
-def options(**how: Any) -> Call:
-    return lambda: SearchOptions(**{"budgets": (Budget(loss),), **how})
+def search_options(**changes: Any) -> Call:
+    return lambda: SearchOptions(**{"budgets": (Budget(loss),), **changes})
 
 
-def probe(**how: Any) -> Call:
-    return lambda: ResumeProbe(**{"resume": lambda state, n_steps: 1.0, **how})
+def probe(**changes: Any) -> Call:
+    return lambda: ResumeProbe(**{"resume": lambda state, n_steps: 1.0, **changes})
 
 
 class Exact:
-    """The exact state of a model without tensors."""
+    """An exact state without tensors."""
 
     def state(self) -> dict[str, torch.Tensor]:
         return {}
@@ -51,18 +51,18 @@ class Exact:
 
 
 def logits(*results: Any) -> Call:
-    """Logits of the exact tensors, and of trials."""
-    left = iter(results)
+    """Return a call that evaluates logits, those of the exact tensors first and then those of trials."""
+    remaining = iter(results)
 
     def evaluate() -> None:
-        prepared = prepare(Agreement(lambda state: next(left)), Exact())
+        prepared = prepare(Agreement(lambda state: next(remaining)), Exact())
         for _ in results[1:]:
             prepared.quality({})
 
     return evaluate
 
 
-def other_counts() -> None:
+def judge_different_counts() -> None:
     judge(Limit(0.01, True), *(Measurement("loss", np.ones(2), True, np.array([3.0, n])) for n in (4.0, 5.0)))
 
 
@@ -79,10 +79,10 @@ REFUSED: dict[str, tuple[Call, str]] = {
     "no steps": (probe(n_steps=0), "n_steps"),
     "noise below zero": (probe(noise_floor=-1.0), "a noise floor must be"),
     "noise of nan": (probe(noise_floor=NAN), "a noise floor must be"),
-    "restores below zero": (options(restores=-1), "restores"),
-    "half a restore": (options(restores=1.5), "restores"),
-    "other parent": (options(template=Grid(), parent=KMeans()), "cannot begin at settings of kmeans"),
-    # what evaluations return
+    "restores below zero": (search_options(restores=-1), "restores"),
+    "half a restore": (search_options(restores=1.5), "restores"),
+    "other parent": (search_options(template=Grid(), parent=KMeans()), "cannot begin at settings of kmeans"),
+    # results of evaluations
     **{f"{value!r}": (read(value), "loss returned") for value in ("0.5", True, None, {"perplexity": 3.0})},
     "list": (read([1.0, 2.0]), "a list of 2; return the values of all examples in one tensor"),
     "matrix": (read(torch.zeros(2, 2)), r"values of shape \[2, 2\]"),
@@ -95,13 +95,13 @@ REFUSED: dict[str, tuple[Call, str]] = {
         f"counts {n}": (read({"loss": np.ones(2), "counts": np.array(n)}), r"2 sums and \d counts")
         for n in ([1.0], [1.0, 0.0], [1.0, -1.0], [NAN, 1.0])
     },
-    "metric that is not there": (read(SCORES, metric="bleu"), "without 'bleu'; it has 'f1', 'loss'"),
+    "missing metric": (read(SCORES, metric="bleu"), "without 'bleu'; it has 'f1', 'loss'"),
     "metric of a number": (read(7.0, metric="los"), "for 'los'; write 'loss' or 'accuracy'"),
-    # what cannot be judged
+    # values of the exact tensors and of trials
     **{f"exact {value}": (exact(value), SMALL) for value in (0.0, 5e-4, -5e-4, -2.0)},
     **{f"exact {value}": (exact(value), f"exact tensors is {value}$") for value in (NAN, math.inf)},
     "exact values": (exact(1.0, NAN, NAN), "exact tensors is nan in 2 of 3 values"),
-    "other counts": (other_counts, "a sum over 5 at index 1 for a trial and over 4"),
+    "other counts": (judge_different_counts, "a sum over 5 at index 1 for a trial and over 4"),
     **{
         f"logits {value}": (logits(value), "returned no logits")
         for value in (None, 0.5, "high", torch.zeros(0, 4))
@@ -112,7 +112,7 @@ REFUSED: dict[str, tuple[Call, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused_before_a_search(name: str) -> None:
+def test_invalid_arguments_and_results_are_refused(name: str) -> None:
     call, words = REFUSED[name]
     with pytest.raises(ConfigError, match=words):
         call()
@@ -126,9 +126,9 @@ def fails(state: Any) -> float:
 
 
 def returning(*results: Any) -> tuple[Budget, ...]:
-    """A budget of an evaluation that returns one result after another, then the last."""
-    left = itertools.chain(results, itertools.repeat(results[-1]))
-    return (Budget(lambda state: next(left), 0.01),)
+    """Return a budget whose evaluation returns the results in order, then the last one again and again."""
+    remaining = itertools.chain(results, itertools.repeat(results[-1]))
+    return (Budget(lambda state: next(remaining), 0.01),)
 
 
 UP, DOWN = torch.tensor([2.0, 3.0]), torch.tensor([3.0, 2.0])

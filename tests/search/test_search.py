@@ -1,4 +1,4 @@
-"""Budgets, spaces, strategies and predicted sizes: what a search decides, without a model."""
+"""The parts of a search without a model: budgets, the space of settings, strategies and predicted sizes."""
 
 import io
 import math
@@ -88,13 +88,13 @@ def test_a_number_uses_the_budget_in_both_directions(
     assert (judged.standard_error, judged.example_change) == (None, None)
 
 
-# --- the cube -----------------------------------------------------------------------------------
+# --- the grid of settings -----------------------------------------------------------------------
 
 
 def test_the_cube_has_the_papers_configurations() -> None:
     assert [len(cube.points) for cube in BOTH] == [216, 216]
     configs = {cube.config(point) for cube in BOTH for point in cube.points}
-    assert len(configs) == 432 - 36  # without pruning both metrics mean the same
+    assert len(configs) == 432 - 36  # without pruning both metrics give the same configuration
     assert len({config for config in configs if config.prune_by == "sensitivity"}) == 180
     (without,) = SPACE.cubes(TEMPLATE, ["magnitude"], {"head"}, is_ranked=True)
     assert len(without.points) == 108
@@ -119,10 +119,10 @@ def test_guided_finds_the_smallest_of_all_with_a_quarter_of_the_trials() -> None
     n_trials = []
     for seed in range(15):
         scene = landscape(seed)
-        found = scene.search(Guided(cubes=(CUBE,), predict=scene.predict))
-        assert scene.excess(found) <= 0.005
-        assert len({outcome.config for outcome in found}) == len(found)
-        n_trials.append(len(found))
+        outcomes = scene.search(Guided(cubes=(CUBE,), predict=scene.predict))
+        assert scene.excess(outcomes) <= 0.005
+        assert len({outcome.config for outcome in outcomes}) == len(outcomes)
+        n_trials.append(len(outcomes))
     assert max(n_trials) <= QUARTER
     assert np.mean(n_trials) <= 20
 
@@ -130,41 +130,41 @@ def test_guided_finds_the_smallest_of_all_with_a_quarter_of_the_trials() -> None
 @pytest.mark.parametrize(("noise", "least"), [(0.05, 0.9), (0.1, 0.85)])
 def test_noise_and_wrong_predictions_seldom_cost_two_per_cent(noise: float, least: float) -> None:
     scenes = [landscape(seed, noise) for seed in range(20)]
-    found = [scene.search(Guided(cubes=(CUBE,), predict=scene.predict)) for scene in scenes]
-    excess = np.array([scene.excess(one) for scene, one in zip(scenes, found, strict=True)])
+    outcomes = [scene.search(Guided(cubes=(CUBE,), predict=scene.predict)) for scene in scenes]
+    excess = np.array([scene.excess(trials) for scene, trials in zip(scenes, outcomes, strict=True)])
     assert np.mean(excess <= 0.02) >= least
     assert excess.max() <= 0.1
-    assert max(map(len, found)) <= QUARTER
+    assert max(map(len, outcomes)) <= QUARTER
 
 
 def test_where_quality_is_not_monotone_guided_descends_to_the_smallest_nearby() -> None:
-    """Without protected values all level counts keep the budget, with them only the largest does."""
+    """Without protected values every number of levels keeps the budget, with them only the largest."""
     scene = landscape(0)
     used = {c: 0.5 if CUBE.point(c)[2] == 2 or CUBE.point(c)[0] == 0 else 3.0 for c in scene.used}
     valley = replace(scene, used=used)
-    found = valley.search(Guided(cubes=(CUBE,), predict=scene.predict))
-    assert valley.excess(found) <= 0.02
-    assert len(found) <= QUARTER
+    outcomes = valley.search(Guided(cubes=(CUBE,), predict=scene.predict))
+    assert valley.excess(outcomes) <= 0.02
+    assert len(outcomes) <= QUARTER
 
 
 def test_guided_searches_both_prune_metrics_at_once() -> None:
     for seed in range(4):
         scene = landscape(seed, cubes=BOTH)
-        found = scene.search(Guided(cubes=BOTH, predict=scene.predict))
-        assert scene.excess(found) <= 0.005
-        assert len(found) <= 2 * QUARTER
+        outcomes = scene.search(Guided(cubes=BOTH, predict=scene.predict))
+        assert scene.excess(outcomes) <= 0.005
+        assert len(outcomes) <= 2 * QUARTER
 
 
 def test_a_search_takes_twenty_trials_at_most_and_the_last_is_the_mildest() -> None:
     scene = landscape(0)
     mildest = max(scene.used, key=scene.predict)
     doubtful = replace(scene, used={config: 0.9 if config == mildest else 1.4 for config in scene.used})
-    found = doubtful.search(
+    outcomes = doubtful.search(
         Neighbourhood(parent=CUBE.config((5, 5, 2, 1)), cubes=(CUBE,), predict=scene.predict),
         Guided(cubes=(CUBE,), predict=scene.predict),
     )
-    assert len(found) <= MAX_GUIDED
-    assert found[-1].is_feasible
+    assert len(outcomes) <= MAX_GUIDED
+    assert outcomes[-1].is_feasible
 
 
 def test_what_is_milder_than_a_cube_is_tried_where_nothing_in_it_keeps_the_budget() -> None:
@@ -173,30 +173,30 @@ def test_what_is_milder_than_a_cube_is_tried_where_nothing_in_it_keeps_the_budge
         used = dict.fromkeys(scene.used, 1.4) | {c: 2.0 if i < n_bad else 0.9 for i, c in enumerate(finer)}
         other = replace(scene, used=used, sizes=scene.sizes | dict.fromkeys(finer, 1e9))
         guided = Guided(cubes=(CUBE,), predict=scene.predict, n_reserved=len(finer))
-        found = other.search(guided, Finer(configs=finer))
-        assert len(found) <= MAX_GUIDED
-        best = best_of(found)
+        outcomes = other.search(guided, Finer(configs=finer))
+        assert len(outcomes) <= MAX_GUIDED
+        best = best_of(outcomes)
         assert (best and best.config) == (finer[n_bad] if n_bad < len(finer) else None)
 
 
-def test_where_nothing_keeps_the_budget_one_trial_can_tell() -> None:
+def test_where_nothing_keeps_the_budget_guided_gives_up_after_few_trials() -> None:
     scene = landscape(0)
     hopeless = replace(scene, used={config: 50.0 for config in scene.used})
-    found = hopeless.search(Guided(cubes=(CUBE,), predict=scene.predict))
-    assert best_of(found) is None
-    assert len(found) <= 12
+    outcomes = hopeless.search(Guided(cubes=(CUBE,), predict=scene.predict))
+    assert best_of(outcomes) is None
+    assert len(outcomes) <= 12
 
 
 def test_the_neighbourhood_tries_the_other_metric_first_and_is_never_more_aggressive() -> None:
     scene = landscape(1, cubes=BOTH)
     parent = BOTH[0].config((3, 2, 1, 1))
     nothing = replace(scene, used={config: 2.0 for config in scene.used})
-    found = nothing.search(Neighbourhood(parent=parent, cubes=BOTH, predict=scene.predict))
-    assert found[0].config == BOTH[1].config((3, 2, 1, 1))
-    assert 1 < len(found) <= MAX_NEIGHBOURS
-    for outcome in found:
+    outcomes = nothing.search(Neighbourhood(parent=parent, cubes=BOTH, predict=scene.predict))
+    assert outcomes[0].config == BOTH[1].config((3, 2, 1, 1))
+    assert 1 < len(outcomes) <= MAX_NEIGHBOURS
+    for outcome in outcomes:
         assert dominates((3, 2, 1, 1), CUBE.point(outcome.config))
-    sizes = [scene.predicted[outcome.config] for outcome in found[1:]]
+    sizes = [scene.predicted[outcome.config] for outcome in outcomes[1:]]
     assert sizes == sorted(sizes)
 
 
@@ -209,10 +209,10 @@ def test_the_neighbourhood_ends_with_the_first_that_keeps_the_budget() -> None:
             default=BOTH[0].config((0, 0, 0, 0)),
         )
         near = Neighbourhood(parent=parent, cubes=BOTH, predict=scene.predict)
-        found = scene.search(near)
-        assert len(found) <= MAX_NEIGHBOURS
-        assert not any(outcome.is_feasible for outcome in found[:-1])
-        assert scene.smallest is None or found[-1].is_feasible
+        outcomes = scene.search(near)
+        assert len(outcomes) <= MAX_NEIGHBOURS
+        assert not any(outcome.is_feasible for outcome in outcomes[:-1])
+        assert scene.smallest is None or outcomes[-1].is_feasible
 
 
 def test_where_the_neighbourhood_has_nothing_guided_takes_over() -> None:
@@ -220,10 +220,10 @@ def test_where_the_neighbourhood_has_nothing_guided_takes_over() -> None:
     parent = CUBE.config((5, 5, 2, 1))
     strict = replace(scene, used={c: 0.5 if CUBE.point(c)[0] == 0 else 3.0 for c in scene.used})
     near = Neighbourhood(parent=parent, cubes=(CUBE,), predict=scene.predict)
-    found = strict.search(near, Guided(cubes=(CUBE,), predict=scene.predict))
-    assert not any(outcome.is_feasible for outcome in found[:MAX_NEIGHBOURS])
-    assert strict.excess(found) <= 0.005
-    assert len(found) == len({outcome.config for outcome in found})
+    outcomes = strict.search(near, Guided(cubes=(CUBE,), predict=scene.predict))
+    assert not any(outcome.is_feasible for outcome in outcomes[:MAX_NEIGHBOURS])
+    assert strict.excess(outcomes) <= 0.005
+    assert len(outcomes) == len({outcome.config for outcome in outcomes})
 
 
 def test_a_search_stops_after_the_most_trials() -> None:
@@ -251,7 +251,7 @@ def test_sizes_are_predicted_within_a_few_per_cent(ranked: bool, is_delta: bool)
     full, tensors = sources_of(model(0, width=256)), sources_of(model(3, width=256))
     moments = {n: v for n, v in model(0, width=256, moments=True).items() if n.endswith("exp_avg_sq")}
     for moment in moments.values():
-        moment[: len(moment) // 3] = 0  # rows that training has not met
+        moment[: len(moment) // 3] = 0  # rows that got no gradient in training
     squares = sources_of(moments)
     guides = {n: SideInformation(second_moment=squares[f"optimizer.{n}.exp_avg_sq"]) for n in tensors}
     cube = BOTH[1] if ranked else replace(CUBE, template=KMeans())
@@ -261,28 +261,28 @@ def test_sizes_are_predicted_within_a_few_per_cent(ranked: bool, is_delta: bool)
         base = Container(MemoryBytes(file_of(first)))
         job = replace(job, base=BaseRef("0" * 64, "base.ckptz", 1), bases=base.tensors)
     with prepared(job) as ready:
-        known = {
+        to_encode = {
             n: TensorToEncode(t, job.bases.get(n), (ready.guides or {}).get(n, NO_SIDE_INFORMATION))
             for n, t in tensors.items()
         }
-        sizes = predicted_sizes(known, ready.roles or {}, [cube.config(point) for point in cube.points])
+        sizes = predicted_sizes(to_encode, ready.roles or {}, [cube.config(point) for point in cube.points])
     for point in ((0, 0, 0, 0), (2, 1, 1, 1), (2, 3, 0, 1), (4, 5, 2, 1), (5, 2, 1, 0)):
         config = cube.config(point)
         n_bytes = len(file_of(replace(job, config=config)))
         assert sizes[config] == pytest.approx(n_bytes, rel=0.03), config
 
 
-def test_what_training_has_not_met_is_pruned_by_as_large_a_share_as_the_rest() -> None:
+def test_weights_without_gradients_are_pruned_by_the_same_share_as_the_others() -> None:
     rng = np.random.default_rng(0)
     values = rng.normal(0, 1, 30_000).astype(np.float32)
     sensitivities = np.abs(values) * rng.uniform(0.5, 2, len(values)).astype(np.float32)
-    is_met = np.arange(len(values)) % 3 > 0
-    sensitivities[~is_met] = 0
+    has_gradient = np.arange(len(values)) % 3 > 0
+    sensitivities[~has_gradient] = 0
     cut = SensitivityHistogram.of(sensitivities, values.view(np.uint32), F32).cut(0.3, 0.0)
     pruned = cut.prunes(sensitivities, np.abs(values))
-    assert pruned[is_met].mean() == pytest.approx(0.3, abs=0.02)
-    assert pruned[~is_met].mean() == pytest.approx(0.3, abs=0.02)
-    assert np.abs(values[~is_met & pruned]).max() <= np.abs(values[~is_met & ~pruned]).min()
+    assert pruned[has_gradient].mean() == pytest.approx(0.3, abs=0.02)
+    assert pruned[~has_gradient].mean() == pytest.approx(0.3, abs=0.02)
+    assert np.abs(values[~has_gradient & pruned]).max() <= np.abs(values[~has_gradient & ~pruned]).min()
 
 
 def test_lossless_tensors_count_too() -> None:

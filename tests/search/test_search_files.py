@@ -1,4 +1,4 @@
-"""Searches end to end: what is measured, what is written, and what a failing evaluation leaves."""
+"""Searches from a checkpoint to a file: what is measured, written, and left behind after a failure."""
 
 import dataclasses
 import itertools
@@ -69,7 +69,7 @@ loss.data_digest = "sha256:feed"
 
 
 def spoil(state: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> float:
-    """A loss near 2 that grows with the error of the weights, from a function that is rude to its input."""
+    """Return a loss near 2 that grows with the error of the weights, and overwrite the weights with zeros."""
     parts = [float(((t - exact[n]) ** 2).sum() / (exact[n] ** 2).sum()) for n, t in state.items()]
     for tensor in state.values():
         tensor.zero_()
@@ -77,7 +77,7 @@ def spoil(state: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> flo
 
 
 class Quality:
-    """Counts its calls and keeps what it was given."""
+    """An evaluation that keeps copies of the states that it was called with."""
 
     def __init__(self, path: Path) -> None:
         self.exact = {n: t for n, t in load_plain(path).items() if not n.startswith("optimizer.")}
@@ -90,14 +90,14 @@ class Quality:
 
 @pytest.fixture(autouse=True)
 def few_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sixth of the space: how it is searched is tested in test_search.py, on all of it."""
+    """Reduce the search space to a sixth; test_search.py tests searches of all of it."""
     few = {"levels": (32, 16, 8), "prune": (0.0, 0.2)}
     monkeypatch.setitem(SPACES, "kmeans", dataclasses.replace(SPACE, axes={**SPACE.axes, **few}))
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A checkpoint with Adam's second moments, and an evaluation of its weights."""
+    """Return a folder with a checkpoint with Adam's second moments, and an evaluation of its weights."""
     save_plain(model(moments=True), tmp_path / "step-0.safetensors")
     save_plain(model(), tmp_path / "exact.safetensors")
     (tmp_path / "evaluate.py").write_text(EVALUATION)
@@ -107,33 +107,33 @@ def folder(tmp_path: Path) -> Path:
 def search(
     source: Path, output: Path, quality: Callable[..., Any] | None, drop: float = 0.005, **options: Any
 ) -> CompressReport:
-    """Compress under one relative budget; options of the compression begin with an underscore."""
-    own = {name[1:]: options.pop(name) for name in list(options) if name.startswith("_")}
+    """Compress under one relative budget; options that begin with an underscore go to `compress`."""
+    compress_options = {name[1:]: options.pop(name) for name in list(options) if name.startswith("_")}
     budgets = (Budget(quality, drop),) if quality is not None else ()
     options = {"cubes": ("magnitude",), "template": TEMPLATE, "max_evaluations": 10, **options}
-    asked = SearchOptions(budgets=budgets, **options)
-    (report,) = compress([source], output, jobs=1, search=asked, **own)
+    search_options = SearchOptions(budgets=budgets, **options)
+    (report,) = compress([source], output, jobs=1, search=search_options, **compress_options)
     return report
 
 
-def left_in(folder: Path) -> set[str]:
-    """What a search may not leave."""
+def temporary_files(folder: Path) -> set[str]:
+    """Return the names of unfinished files in a folder."""
     return {path.name for path in folder.iterdir() if path.name.endswith(".ckptz-tmp")}
 
 
-@pytest.mark.parametrize("number", [0, 5])  # the second removes the best before
+@pytest.mark.parametrize("number", [0, 5])  # the sixth discarded file was the best one before
 def test_an_interrupt_when_a_trial_is_removed_leaves_the_best_so_far_or_nothing(
     number: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, output, n_removed = folder / "step-0.safetensors", folder / "out.ckptz", itertools.count()
     discard = Publication.discard
 
-    def interrupted(self: Publication) -> None:
+    def discard_and_interrupt(self: Publication) -> None:
         discard(self)
         if next(n_removed) == number:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Publication, "discard", interrupted)
+    monkeypatch.setattr(Publication, "discard", discard_and_interrupt)
     quality = Quality(source)
     try:
         report = search(source, output, quality)
@@ -143,7 +143,7 @@ def test_an_interrupt_when_a_trial_is_removed_leaves_the_best_so_far_or_nothing(
         assert report.search.is_interrupted
         restored = {n: t for n, t in load_file(output).items() if n in quality.exact}
         assert spoil(restored, quality.exact) <= 2 * 1.005
-    assert not left_in(folder)
+    assert not temporary_files(folder)
 
 
 def test_what_is_measured_is_what_the_file_restores_to_and_what_it_records(folder: Path) -> None:
@@ -153,7 +153,7 @@ def test_what_is_measured_is_what_the_file_restores_to_and_what_it_records(folde
     assert report.search.trials == tuple(trials)
     best = min((t for t in trials if t.is_feasible), key=lambda t: t.n_bytes)
     assert report.search.config == best.config
-    assert abs(output.stat().st_size - best.n_bytes) < 1000  # the records
+    assert abs(output.stat().st_size - best.n_bytes) < 1000  # the file also has the records of quality
     assert report.stored_bytes == output.stat().st_size
     restored = {n: t for n, t in load_file(output).items() if n in quality.exact}
     measured = spoil({n: t.clone() for n, t in restored.items()}, quality.exact)
@@ -166,7 +166,7 @@ def test_what_is_measured_is_what_the_file_restores_to_and_what_it_records(folde
     promises = {t["lossy"]["promise"] for t in facts["tensors"] if t["lossy"]}
     assert promises == {"quality-drop"}
     ckptz("verify", output, "--against", source)
-    assert not left_in(folder)
+    assert not temporary_files(folder)
 
 
 def test_each_call_gets_fresh_weights_with_their_names_and_types(folder: Path) -> None:
@@ -176,17 +176,17 @@ def test_each_call_gets_fresh_weights_with_their_names_and_types(folder: Path) -
     quality = Quality(source)
     quality.exact = {n: t for n, t in quality.exact.items() if t.is_floating_point()}
 
-    def rude(given: dict[str, torch.Tensor]) -> float:
-        assert given.pop("steps").dtype == torch.int64
-        return quality(given)
+    def evaluate(state: dict[str, torch.Tensor]) -> float:
+        assert state.pop("steps").dtype == torch.int64
+        return quality(state)
 
-    search(source, folder / "out.ckptz", rude, max_evaluations=3)
+    search(source, folder / "out.ckptz", evaluate, max_evaluations=3)
     names = {name for name in state if not name.startswith("optimizer.")} - {"steps"}
-    assert all(set(given) == names for given in quality.states)
+    assert all(set(state) == names for state in quality.states)
     for name, tensor in quality.states[0].items():
         torch.testing.assert_close(tensor, quality.exact[name], rtol=0, atol=0)
-    assert all(given["half.weight"].dtype == torch.float16 for given in quality.states)
-    assert all(float(given["h.0.up.weight"].abs().max()) > 0 for given in quality.states)
+    assert all(state["half.weight"].dtype == torch.float16 for state in quality.states)
+    assert all(float(state["h.0.up.weight"].abs().max()) > 0 for state in quality.states)
 
 
 def test_tied_weights_of_a_torch_file_keep_all_their_names(folder: Path) -> None:
@@ -195,14 +195,14 @@ def test_tied_weights_of_a_torch_file_keep_all_their_names(folder: Path) -> None
     torch.save(state, folder / "tied.pt")
     seen: list[dict[str, torch.Tensor]] = []
 
-    def loss(given: dict[str, torch.Tensor]) -> float:
-        seen.append(given)
-        return 2 + float((given["head.weight"] - token).pow(2).sum() / token.pow(2).sum())
+    def loss(state: dict[str, torch.Tensor]) -> float:
+        seen.append(state)
+        return 2 + float((state["head.weight"] - token).pow(2).sum() / token.pow(2).sum())
 
     search(folder / "tied.pt", folder / "out.ckptz", loss, 0.01, max_evaluations=2)
-    assert all(set(given) == {"token.weight", "head.weight", "up"} for given in seen)
+    assert all(set(state) == {"token.weight", "head.weight", "up"} for state in seen)
     assert torch.equal(seen[0]["head.weight"], token)
-    assert all(given["head.weight"] is given["token.weight"] for given in seen)
+    assert all(state["head.weight"] is state["token.weight"] for state in seen)
 
 
 def test_a_delta_begins_at_its_parents_settings(folder: Path) -> None:
@@ -214,9 +214,9 @@ def test_a_delta_begins_at_its_parents_settings(folder: Path) -> None:
     assert len(second.search.trials) <= 10
     assert second.n_deltas
     assert second.stored_bytes < first.stored_bytes
-    own, parent = second.search.config, first.search.config
-    assert own["levels"] >= parent["levels"]
-    assert own["prune"] <= parent["prune"]
+    config, parent = second.search.config, first.search.config
+    assert config["levels"] >= parent["levels"]
+    assert config["prune"] <= parent["prune"]
     ckptz("verify", folder / "1.ckptz")
 
 
@@ -227,10 +227,10 @@ def test_a_chain_searches_file_after_file(folder: Path) -> None:
         save_plain(model(step), sources[-1])
     budget = ("--eval", f"{folder}/evaluate.py:loss", "--budget", "3%", "--set", "search.max_evaluations=4")
     run = ckptz("compress", *sources, "--chain", "-o", folder / "run", *KMEANS, *budget, "--json")
-    strategies = [one["search"]["strategy"] for one in run.json["files"]]
+    strategies = [report["search"]["strategy"] for report in run.json["files"]]
     assert strategies == ["guided", "neighbourhood", "neighbourhood"]
-    assert [one["depth"] for one in run.json["files"]] == [0, 1, 2]
-    assert all(one["search"]["quality"][0]["data_digest"] == "sha256:feed" for one in run.json["files"])
+    assert [report["depth"] for report in run.json["files"]] == [0, 1, 2]
+    assert all(report["search"]["quality"][0]["data_digest"] == "sha256:feed" for report in run.json["files"])
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -240,8 +240,8 @@ def test_a_trial_without_a_finite_value_does_not_keep_the_budget(folder: Path, v
     trials: list[TrialReport] = []
 
     def fragile(state: dict[str, torch.Tensor]) -> float:
-        found = quality(state)
-        return value if found > 2.02 else found
+        measured = quality(state)
+        return value if measured > 2.02 else measured
 
     report = search(source, folder / "out.ckptz", fragile, 0.5, on_trial=trials.append, max_evaluations=8)
     assert report.search.quality[0].measured <= 2.02
@@ -255,8 +255,8 @@ def test_the_command_line_says_that_an_interrupted_search_wrote_nothing(folder: 
     search = ("--eval", f"{folder}/stops.py:loss", "-o", folder / "out.ckptz")
     run = ckptz("compress", folder / "exact.safetensors", *search, fails=True)
     assert run.exit_code == 130
-    said = "ckptz: interrupted before any trial was within the budget; nothing is written\n"
-    assert run.stderr.endswith(said)
+    message = "ckptz: interrupted before any trial was within the budget; nothing is written\n"
+    assert run.stderr.endswith(message)
 
 
 @pytest.mark.parametrize("n_calls", [2, 3, 4])
@@ -285,7 +285,7 @@ def test_an_interrupted_search_leaves_the_best_so_far_or_nothing(folder: Path, n
         kept = f"keeps the budget, of {best.n_bytes:,} bytes, with {best.drop:.0%} of it used"
         assert any("interrupted" in note and kept in note for note in report.notes)
         ckptz("verify", output)
-    assert not left_in(folder)
+    assert not temporary_files(folder)
 
 
 def test_gradients_that_are_missing_for_some_tensors_are_named_once(folder: Path) -> None:
@@ -317,35 +317,35 @@ def test_pruning_by_sensitivity_prunes_what_matters_least(folder: Path) -> None:
     ckptz("compress", folder / "step-0.safetensors", "-o", folder / "o.ckptz", "--method", "kmeans", *options)
     state, restored = model(moments=True), load_file(folder / "o.ckptz")
     name = "h.0.up.weight"
-    weight, got = state[name], restored[name].numpy()
+    weight, restored = state[name], restored[name].numpy()
     sensitivity = np.sqrt(state[f"optimizer.{name}.exp_avg_sq"]) * np.abs(weight)
     large = np.abs(weight) > np.quantile(np.abs(weight), 0.99)
     pruned = sensitivity < np.quantile(sensitivity, 0.29)
-    assert (got[pruned & ~large] == 0).all()
+    assert (restored[pruned & ~large] == 0).all()
     kept = (sensitivity > np.quantile(sensitivity, 0.991)) | (
         np.abs(weight) > np.quantile(np.abs(weight), 0.991)
     )
-    np.testing.assert_array_equal(got[kept], weight[kept])
+    np.testing.assert_array_equal(restored[kept], weight[kept])
     spared = sensitivity > np.quantile(sensitivity, 0.31)
-    assert not (got[spared & (np.abs(weight) > np.quantile(np.abs(weight), 0.5))] == 0).any()
+    assert not (restored[spared & (np.abs(weight) > np.quantile(np.abs(weight), 0.5))] == 0).any()
 
 
 def test_rows_without_gradients_are_pruned_by_magnitude_and_not_all(folder: Path) -> None:
     state = model(moments=True)
-    state["optimizer.token.weight.exp_avg_sq"][32:] = 0  # tokens that no batch held
+    state["optimizer.token.weight.exp_avg_sq"][32:] = 0  # tokens that are in no batch
     save_plain(state, folder / "rare.safetensors")
     options = ("--method", "kmeans", "--set", "prune=0.3", "--set", "prune_by=sensitivity")
     ckptz("compress", folder / "rare.safetensors", "-o", folder / "o.ckptz", *options)
-    got, weight = load_file(folder / "o.ckptz")["token.weight"].numpy(), state["token.weight"]
-    assert 0.29 <= (got == 0).mean() <= 0.36  # zero takes what is nearest to it, too
-    assert np.abs(weight[32:][got[32:] == 0]).max() < np.quantile(np.abs(weight[32:]), 0.45)
+    restored, weight = load_file(folder / "o.ckptz")["token.weight"].numpy(), state["token.weight"]
+    assert 0.29 <= (restored == 0).mean() <= 0.36  # zero takes what is nearest to it, too
+    assert np.abs(weight[32:][restored[32:] == 0]).max() < np.quantile(np.abs(weight[32:]), 0.45)
 
 
 # --- the command line ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (("--budget", "1%"), "needs --eval"),
         (("--eval", "{f}/evaluate.py:missing"), "has no function 'missing'"),
@@ -374,15 +374,15 @@ def test_rows_without_gradients_are_pruned_by_magnitude_and_not_all(folder: Path
         (("--eval", "{f}/evaluate.py:loss", "--dry-run", "--chain"), "dry run"),
     ],
 )
-def test_what_makes_no_sense_exits_with_2(folder: Path, options: tuple[object, ...], said: str) -> None:
+def test_what_makes_no_sense_exits_with_2(folder: Path, options: tuple[object, ...], message: str) -> None:
     (folder / "broken.py").write_text("def loss(state:\n")
-    found = {"search": {"method": "kmeans", "config": {"levels": 8, "eval": "evil.py:run"}}}
-    (folder / "code.json").write_text(json.dumps({"files": [found]}))
+    file = {"search": {"method": "kmeans", "config": {"levels": 8, "eval": "evil.py:run"}}}
+    (folder / "code.json").write_text(json.dumps({"files": [file]}))
     (folder / "plan.toml").write_text('method = "kmeans"\nlevels = 8\n')
-    given = [str(option).replace("{f}", str(folder)) for option in options]
-    run = ckptz("compress", folder / "exact.safetensors", "-o", folder / "out.ckptz", *given, fails=True)
+    arguments = [str(option).replace("{f}", str(folder)) for option in options]
+    run = ckptz("compress", folder / "exact.safetensors", "-o", folder / "out.ckptz", *arguments, fails=True)
     assert run.exit_code == 2
-    assert said in run.stderr
+    assert message in run.stderr
     assert not (folder / "out.ckptz").exists()
 
 
@@ -390,16 +390,16 @@ def test_a_dry_run_reports_and_writes_nothing(folder: Path) -> None:
     options = ("--eval", f"{folder}/evaluate.py:hits", "--budget", "0.01", "--dry-run", "--json", *KMEANS)
     before = {path.name for path in folder.iterdir()}
     (report,) = ckptz("compress", folder / "exact.safetensors", *options).json["files"]
-    found = report["search"]
-    assert found["is_dry_run"]
-    assert found["is_met"]
-    assert (found["metrics"], found["quality"][0]["lower_is_better"]) == (["accuracy"], False)
-    assert found["quality"][0]["measured"] >= 0.89
+    search = report["search"]
+    assert search["is_dry_run"]
+    assert search["is_met"]
+    assert (search["metrics"], search["quality"][0]["lower_is_better"]) == (["accuracy"], False)
+    assert search["quality"][0]["measured"] >= 0.89
     assert {path.name for path in folder.iterdir()} - before <= {"__pycache__"}
 
 
 def test_the_report_of_a_search_replays_it_without_its_evaluation(folder: Path) -> None:
-    source, plan = folder / "exact.safetensors", folder / "found.json"
+    source, plan = folder / "exact.safetensors", folder / "plan.json"
     budget = ("--eval", f"{folder}/evaluate.py:loss", "--budget", "1%")
     plan.write_text(ckptz("compress", source, "-o", folder / "a.ckptz", *budget, *KMEANS, "--json").stdout)
     ckptz("compress", source, "-o", folder / "b.ckptz", "--config", plan)
@@ -409,7 +409,7 @@ def test_the_report_of_a_search_replays_it_without_its_evaluation(folder: Path) 
     assert again.json["files"][0]["search"]["strategy"] == "neighbourhood"
 
 
-def test_trials_are_told_line_by_line(folder: Path) -> None:
+def test_each_trial_is_printed_on_a_line(folder: Path) -> None:
     budget = ("--eval", f"{folder}/evaluate.py:loss", "--budget", "1%", "--set", "search.max_evaluations=4")
     options = (*budget, "-v", *KMEANS)
     run = ckptz("compress", folder / "exact.safetensors", "-o", folder / "out.ckptz", *options)
@@ -434,8 +434,8 @@ def test_ctrl_c_in_the_command_writes_the_best_so_far(folder: Path) -> None:
             lines.append(process.stderr.readline())
         time.sleep(0.1)
         os.kill(process.pid, signal.SIGINT)
-        _, rest = process.communicate(timeout=60)
-    assert process.returncode == 0, rest
-    assert "interrupted after" in rest
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0, stderr
+    assert "interrupted after" in stderr
     ckptz("verify", output)
-    assert not left_in(folder)
+    assert not temporary_files(folder)
