@@ -18,16 +18,14 @@ from ckptz.codec.lossless import LOSSLESS
 from ckptz.codec.method import Method, checked
 from ckptz.errors import ConfigError, WriteError, check_int, coerce_numeric_fields
 from ckptz.format.caches import LastChunks
-from ckptz.format.publish import make_folder, publish_together, sync_folder
+from ckptz.format.publish import publish_together
 from ckptz.format.written import Written
 from ckptz.parallel import Workers, jobs_of
 from ckptz.run.keep import KeepPolicy
 from ckptz.run.linked_files import LinkedFiles
-from ckptz.run.names import Inode
 from ckptz.run.prune import prune_saved
 from ckptz.run.residuals import read_exact_or_lossy, residual_of
 from ckptz.run.step_files import ALL_EXACT, EXACT_OF_KEY, MAX_STEP, FileKind, Kept
-from ckptz.run.writer import write_against
 from ckptz.state.flatten import flatten
 from ckptz.state.roles import Rule
 from ckptz.state.torch import to_plain
@@ -162,7 +160,7 @@ class Chain(LinkedFiles):
 
     def forget(self) -> None:
         """Release the cache of the decoded chunks of the last file."""
-        self._last = LastChunks(memory_for_last) if self.options.config.is_lossy else None
+        self.last = LastChunks(memory_for_last) if self.options.config.is_lossy else None
 
     def write(self, path: Path, job: WriteJob) -> Written:
         """Write a file with the chain's method, effort and base; it appears when it is complete.
@@ -171,27 +169,14 @@ class Chain(LinkedFiles):
             WriteError: the disk is full or fails; an earlier file of this name is unchanged.
         """
         job = replace(job, config=self.options.config, effort=self.options.effort)
-        with self.writing(path):
-            try:
-                make_folder(path.parent)
-                find = functools.partial(self.open_base, path)
-                written, base = write_against(find, functools.partial(self._publish, path, job), self.notes)
-                self.add(path, written, base)
-                for above in path.absolute().parents[1:3]:  # in which the framework may have made the folder
-                    sync_folder(above)
-            except OSError as error:
-                what = f"{path}: could not be saved: {error.strerror or error}"
-                raise WriteError(error.errno, what) from error
-            self.notes += written.notes
-        return written
+        try:
+            return self.write_against_base(path, functools.partial(self._publish, path, job))
+        except OSError as error:
+            what = f"{path}: could not be saved: {error.strerror or error}"
+            raise WriteError(error.errno, what) from error
 
-    def _publish(
-        self, path: Path, job: WriteJob, opened: tuple[Checkpoint, str, Inode | None] | None
-    ) -> tuple[Written, Inode | None]:
-        """Write a file and its residual; return the report and the inode of the base."""
-        base, name, inode = (None, None, None) if opened is None else opened
-        if base is not None and inode is not None:
-            base.share_decoded(self._last)
+    def _publish(self, path: Path, job: WriteJob, base: Checkpoint | None, name: str | None) -> Written:
+        """Write a file and its residual; `name` is that of the base in the folder."""
         with (
             Workers(self.options.jobs) as workers,
             publish_together() as files,
@@ -204,12 +189,10 @@ class Chain(LinkedFiles):
                 metadata = {**(job.metadata or {}), EXACT_OF_KEY: written.content_id}
                 with (
                     files.file(place) as exact,
-                    contextlib.closing(open_checkpoint(temporary, last=self._last)) as lossy,
+                    contextlib.closing(open_checkpoint(temporary, last=self.last)) as lossy,
                 ):
                     write(exact, residual_job(job, lossy, path.name, metadata), workers)
-        if base is not None and inode is None and not written.n_deltas:
-            self.notes.append(f"no tensor gains from {self.options.base}; the file is full")
-        return written, inode
+        return written
 
 
 def on_host(state: Any) -> Any:

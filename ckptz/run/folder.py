@@ -348,8 +348,7 @@ class StepStore:
             base.share_decoded(self.last)
             return base, position
         if self._origin is not None and kind == "weights":
-            origin = self._origin.open_in(self.local_folder)
-            return stack.enter_context(contextlib.closing(origin)), 0
+            return self._origin.open_in(self.local_folder, stack), 0
         return None
 
     def next_is_full(self, rule: ChainRule) -> bool:

@@ -17,14 +17,17 @@ the step before it exact. Imports no framework.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from ckptz.errors import CkptzError
+from ckptz.format.caches import LastChunks
+from ckptz.format.publish import make_folder, sync_folder
 from ckptz.format.written import Written
 from ckptz.run.chain import N_REMEMBERED, ChainFile, base_of_next
 from ckptz.run.deletion import remove_checkpoints, remove_residuals
@@ -32,9 +35,12 @@ from ckptz.run.links import Origin, link_chain
 from ckptz.run.names import Inode, inode_of, step_of
 from ckptz.run.residuals import residual_of, residuals_of
 from ckptz.run.step_files import ChainRule, Kept
+from ckptz.run.writer import write_against
 from ckptz.store.resolve import Checkpoint, open_checkpoint
 
 N_SETTLED: Final = 8  # number of newest files whose residuals are searched for
+# An open base, its name in the folder of the next file, and its inode, None for the pretrained weights.
+Base = tuple[Checkpoint, str, Inode | None]
 
 
 class LinkedFiles:
@@ -52,6 +58,8 @@ class LinkedFiles:
         origin: the file of pretrained weights, or None; full files are stored as deltas to it.
 
     Attributes:
+        last: cache of the decoded chunks of the newest file, which the next delta needs; None to decode them
+            again.
         notes: notes for the user on the last file, and on deletions since.
     """
 
@@ -60,6 +68,7 @@ class LinkedFiles:
     ) -> None:
         self._kept, self._n_exact, self._full_every = kept, max(1, exact), full_every
         self._origin = None if origin is None else Origin(origin)
+        self.last: LastChunks | None = None
         self._files: dict[Inode, ChainFile[Inode]] = {}  # bases before their deltas
         self._saved: dict[Path, Inode] = {}  # oldest first
         self._sizes: deque[tuple[int, int]] = deque(maxlen=N_REMEMBERED)
@@ -81,8 +90,35 @@ class LinkedFiles:
                 self._saved.pop(path.absolute(), None)
                 self._saved[path.absolute()] = inode_of(path)
 
+    def write_against_base(
+        self, path: Path, write: Callable[[Checkpoint | None, str | None], Written]
+    ) -> Written:
+        """Write a file as a delta to the base that takes the least disk, or as a full file.
+
+        Args:
+            path: the file.
+            write: publishes the file; called with its base and the base's name in the folder, or with None.
+        """
+
+        def attempt(opened: Base | None) -> tuple[Written, Inode | None]:
+            base, name, inode = (None, None, None) if opened is None else opened
+            written = write(base, name)
+            is_of_origin = base is not None and inode is None
+            if self._origin is not None and is_of_origin and not written.n_deltas:
+                self.notes.append(f"no tensor gains from {self._origin.path}; the file is full")
+            return written, inode
+
+        with self._writing_one(path):
+            make_folder(path.parent)
+            written, base = write_against(functools.partial(self._open_base, path), attempt, self.notes)
+            self._add(path, written, base)
+            for above in path.absolute().parents[1:3]:  # in which the framework may have made the folder
+                sync_folder(above)
+            self.notes += written.notes
+        return written
+
     @contextlib.contextmanager
-    def writing(self, path: Path) -> Iterator[None]:
+    def _writing_one(self, path: Path) -> Iterator[None]:
         """Write a file in the body: one at a time, and requested deletions follow when it is complete."""
         with self._writing:
             with self._tidying:
@@ -100,18 +136,11 @@ class LinkedFiles:
             except OSError as error:
                 self.notes.append(f"files to delete are still there: {error}")
 
-    def open_base(
-        self, path: Path, stack: contextlib.ExitStack
-    ) -> tuple[Checkpoint, str, Inode | None] | None:
-        """Open the base of the next file, and link it into the folder of that file.
-
-        Args:
-            path: path of the next file.
-            stack: closes the base.
+    def _open_base(self, path: Path, stack: contextlib.ExitStack) -> Base | None:
+        """Open the base of the next file, and link it into the folder of that file; `stack` closes it.
 
         Returns:
-            The base, its name in the folder, and its inode, None for the pretrained weights. None for a full
-            file; `notes` contains the reason if the base cannot be linked.
+            The base; None for a full file. `notes` contains the reason if the base cannot be linked.
 
         Raises:
             FormatError, MissingBaseError: the newest file or one of its bases is damaged or missing.
@@ -120,12 +149,13 @@ class LinkedFiles:
         if (chosen := self._chosen(path.absolute(), stack)) is not None:
             base, inode = chosen
             if names := link_chain(base, path.parent):
+                base.share_decoded(self.last)
                 return base, names[0], inode
             what = f"stored as a full file, because {base.name} cannot be linked into {path.parent}"
             self.notes.append(what)
         if self._origin is None:
             return None
-        opened = stack.enter_context(contextlib.closing(self._origin.open_in(path.parent)))
+        opened = self._origin.open_in(path.parent, stack)
         return opened, opened.paths[0].name, None
 
     def _chosen(self, path: Path, stack: contextlib.ExitStack) -> tuple[Checkpoint, Inode] | None:
@@ -149,7 +179,7 @@ class LinkedFiles:
         name = newest.files[chain.index(inode)].name
         return stack.enter_context(contextlib.closing(open_checkpoint(name))), inode
 
-    def add(self, path: Path, written: Written, base: Inode | None) -> None:
+    def _add(self, path: Path, written: Written, base: Inode | None) -> None:
         """Record a new file and the inode of its base, None for a full file."""
         path = path.absolute()
         newest = next(reversed(self._saved.values()), None)

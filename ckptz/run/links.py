@@ -30,8 +30,8 @@ class Origin:
         self.path = path
         self._content_id: str | None = None
 
-    def open_in(self, folder: Path) -> Checkpoint:
-        """Link the file into a folder, under a name with its content id, and open the link.
+    def open_in(self, folder: Path, stack: contextlib.ExitStack) -> Checkpoint:
+        """Link the file into a folder, under a name with its content id; open the link, which `stack` closes.
 
         Raises:
             ConfigError: a delta cannot record the name.
@@ -52,7 +52,7 @@ class Origin:
                     linked.symlink_to(self.path.resolve())
         except OSError as error:
             raise MissingBaseError(f"{self.path}: cannot be linked into {folder}: {error}") from error
-        return open_checkpoint(linked)
+        return stack.enter_context(contextlib.closing(open_checkpoint(linked)))
 
 
 def index_digest(path: Path) -> str:

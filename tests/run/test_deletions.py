@@ -22,6 +22,7 @@ from ckptz import KeepPolicy
 from ckptz.errors import CkptzError, WriteError
 from ckptz.foreign.dcp_index import INDEX_FILE
 from ckptz.format.byte_source import FileBytes
+from ckptz.format.written import Written
 from ckptz.integrations.dcp import CkptzStorageReader, CkptzStorageWriter
 from ckptz.integrations.dcp_run import delete_old
 from ckptz.integrations.linked import Chain, ChainOptions, job_of
@@ -147,10 +148,15 @@ def test_a_load_waits_for_the_file_that_is_written(tmp_path: Path) -> None:
     chain = Chain(OPTIONS)
     write(chain, tmp_path, 0)
     loading = threading.Thread(target=chain.go_on_from, args=(tmp_path / "0.ckpt",))
-    with chain.writing(tmp_path / "1.ckpt"):
+
+    def check_it_waits(*_: object) -> Written:
         loading.start()
         loading.join(0.1)
         assert loading.is_alive()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        chain.write_against_base(tmp_path / "1.ckpt", check_it_waits)
     loading.join(60)
     assert not loading.is_alive()
 
