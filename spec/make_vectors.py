@@ -112,7 +112,7 @@ def sessions() -> Iterator[tuple[str, Session, Row]]:
 def _session(name: str, session: Session, shown: Row) -> tuple[Row, dict[str, bytes]]:
     """What is said of a session, and its messages by path. The last message of a broken one is refused."""
     messages, files = [], {}
-    for number, (message, plan, data, tensor) in enumerate(session.made()):
+    for number, (message, plan, data, tensor) in enumerate(session.arrivals()):
         path = f"wire/{name}/{number}.bin"
         files[path] = data
         place = {"step": message.place.step, "microbatch": message.place.microbatch}

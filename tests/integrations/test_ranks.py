@@ -21,7 +21,7 @@ import ckptz
 import ckptz.torch
 from ckptz.foreign.dcp_index import INDEX_FILE, read_index
 from ckptz.integrations.dcp import CkptzStorageReader
-from tests.support.ranks_worker import KMEANS, PLAYS, SIZES, whole
+from tests.support.ranks_worker import KMEANS, PLAYS, SIZES, all_tensors
 
 pytestmark = pytest.mark.apps
 
@@ -44,7 +44,7 @@ def play(name: str, folder: Path) -> dict[str, list[dict[str, Any]]]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("ranks")
     for step in (0, 1):
-        state = whole(step)
+        state = all_tensors(step)
         torch.save(state, made / f"lossless-{step}.pt")
         base = made / "whole-0.ckptz" if step else None
         ckptz.torch.save_file(state, made / f"whole-{step}.ckptz", config=KMEANS.config, base=base, jobs=1)
@@ -68,7 +68,7 @@ def test_another_number_of_ranks_restores_equal_tensors(said: Any, n_ranks: int)
 @pytest.mark.parametrize("step", [0, 1])
 def test_grids_restore_alike_on_any_number_of_ranks(said: Any, folder: Path, n_ranks: int, step: int) -> None:
     assert said[f"load_grids {6 - n_ranks}"] == [{}] * (6 - n_ranks)
-    found, exact = torch.load(folder / f"grid-{n_ranks}-{step}.pt"), whole(step)
+    found, exact = torch.load(folder / f"grid-{n_ranks}-{step}.pt"), all_tensors(step)
     alone: dict[str, Any] = {name: torch.zeros(shape) for name, shape in SIZES.items()}
     reader = CkptzStorageReader(
         folder / f"grid-{n_ranks}-{step}", jobs=1
@@ -81,7 +81,7 @@ def test_grids_restore_alike_on_any_number_of_ranks(said: Any, folder: Path, n_r
 
 
 def test_the_unsharded_kmeans_state_is_lossy_where_shards_alone_would_not_be(folder: Path) -> None:
-    decoded, exact = torch.load(folder / "kmeans-0.pt"), whole()
+    decoded, exact = torch.load(folder / "kmeans-0.pt"), all_tensors()
     assert not torch.equal(decoded["odd"], exact["odd"])  # its shards have fewer elements than min_elements
     assert torch.equal(decoded["small"], exact["small"])
 
@@ -109,7 +109,7 @@ def test_one_process_reads_what_four_ranks_wrote(said: Any, folder: Path) -> Non
     del said
     state: dict[str, Any] = {name: torch.zeros(shape) for name, shape in SIZES.items()}
     dcp.load(state, storage_reader=CkptzStorageReader(folder / "lossless-4-1", jobs=1), no_dist=True)
-    assert all(torch.equal(state[name], tensor) for name, tensor in whole(1).items())
+    assert all(torch.equal(state[name], tensor) for name, tensor in all_tensors(1).items())
 
 
 def test_fsdp2_resumes_on_another_number_of_ranks_with_a_full_file(said: Any) -> None:
@@ -193,7 +193,7 @@ def check_killed(found: list[dict[str, Any]], folder: Path, n_ranks: int) -> Non
     state = {name: torch.zeros(shape) for name, shape in SIZES.items()}
     dcp.load(state, storage_reader=CkptzStorageReader(step, jobs=1), no_dist=True)
     # Lossy files, and the residuals that make the newest step exact.
-    assert all(torch.equal(state[name], tensor) for name, tensor in whole().items())
+    assert all(torch.equal(state[name], tensor) for name, tensor in all_tensors().items())
     assert read_index(step).ranks == n_ranks
 
 

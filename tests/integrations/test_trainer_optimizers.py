@@ -73,7 +73,7 @@ def outcome(folder: Path, make: Any, precision: str, grouping: str) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         trainer(folder, resumed).train(resume_from_checkpoint=str(folder / f"checkpoint-{SAVED_AT}"))
-    assert resumed.holds() == whole.holds()
+    assert resumed.state() == whole.state()
     return "equal"
 
 

@@ -1,1 +1,1 @@
-"""What several tests use: states, files made by hand, vectors, and the programs that worker processes run."""
+"""Code that tests share: states, hand-made files, vectors, and the programs of worker processes."""

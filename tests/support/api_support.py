@@ -1,4 +1,4 @@
-"""What the conformance tests share: the two libraries, data, and how outcomes compare."""
+"""Shared code of the conformance tests: the two libraries, test data, and the comparison of outcomes."""
 
 import math
 import subprocess
@@ -23,7 +23,7 @@ import ckptz.torch
 
 @dataclass(frozen=True)
 class Library:
-    """One of the libraries under test; `torch` and `numpy` are its modules that save and load."""
+    """A library under test: `torch` and `numpy` are its modules with `save_file` and `load_file`."""
 
     name: str
     safe_open: Any
@@ -41,9 +41,9 @@ LIBRARIES = (SAFETENSORS, CKPTZ)
 
 @dataclass(frozen=True)
 class Case:
-    """Something to do with a library in a folder of its own files, and what must come of it.
+    """A use of a library on files in its own folder, and the expected outcome.
 
-    `expected` is a value, or the context of the error.
+    `expected` is a value or a class of errors.
     """
 
     name: str
@@ -52,13 +52,13 @@ class Case:
 
 
 def named(cases: list[Case]) -> Any:
-    """Run a test once for each case."""
+    """Return a decorator that runs a test once for each case."""
     assert len({case.name for case in cases}) == len(cases)
     return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
 
 
 def outcome(action: Callable[[], Any]) -> Any:
-    """What a call returns, or the error that it raises."""
+    """Return the result of a call, or the exception that it raises."""
     try:
         return action()
     except Exception as error:
@@ -70,14 +70,14 @@ def is_error(value: Any) -> bool:
 
 
 def agrees(actual: Any, expected: Any) -> bool:
-    """Whether an outcome is the expected value or an error of the expected context."""
+    """Return whether an outcome equals the expected value or is an error of the expected class."""
     if isinstance(expected, type) and issubclass(expected, Exception):
         return isinstance(actual, expected)
     return not is_error(actual) and same(actual, expected)
 
 
 def same(left: Any, right: Any) -> bool:
-    """Equal to the bit, in type, dtype and shape; dicts also in order."""
+    """Return whether two values are equal to the bit, in type, dtype and shape; dicts also in order."""
     if type(left) is not type(right):
         return False
     if isinstance(left, dict):
@@ -94,18 +94,18 @@ def same(left: Any, right: Any) -> bool:
 
 
 def run_python(code: str) -> str:
-    """What a new interpreter prints."""
+    """Run code in a new interpreter and return its standard output."""
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
 
 def bits(tensor: torch.Tensor) -> np.ndarray:
-    """A tensor's bytes."""
+    """Return the bytes of a tensor [n_bytes] as uint8, in C order."""
     flat = tensor.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1)
     return flat.view(torch.uint8).numpy()
 
 
 def make(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
-    """A tensor of random bit patterns."""
+    """Return a tensor of random bit patterns."""
     generator = np.random.default_rng(seed)
     if dtype == torch.bool:
         return torch.from_numpy(generator.integers(0, 2, shape, np.uint8)).bool().reshape(shape)
@@ -130,13 +130,13 @@ DTYPES = (*NUMPY_DTYPES, torch.bfloat16, *FLOAT8)
 
 
 def every_dtype() -> dict[str, torch.Tensor]:
-    """A tensor of each dtype that PyTorch and safetensors share, packed F4 included."""
+    """Return a tensor of each dtype that PyTorch and safetensors share, packed F4 included."""
     tensors = {str(dtype).removeprefix("torch."): make(dtype, 3, 4) for dtype in DTYPES}
     return tensors | {"float4": make(torch.uint8, 3, 2).view(torch.float4_e2m1fn_x2)}
 
 
 def shapes() -> dict[str, torch.Tensor]:
-    """Tensors whose shapes matter."""
+    """Return tensors of several ranks and sizes, empty ones included."""
     return {
         "box": torch.arange(24, dtype=torch.float32).reshape(2, 3, 4),
         "line": torch.arange(20),

@@ -1,11 +1,11 @@
-"""Mutants with fitting checksums through every reader, with the bounds checks of the kernels on.
+"""Read mutants with valid checksums by every reader, with the bounds checks of the kernels switched on.
 
     NUMBA_BOUNDSCHECK=1 NUMBA_CACHE_DIR=FOLDER python -m tests.support.bounds_worker FILES MESSAGES SEED
 
-Reads FILES mutants of files and chains and MESSAGES of messages of links. A process of its own, because numba
-reads both variables when it is imported. Prints a line of JSON for each kind of mutant: how many there were,
-how many were accepted and refused, and how many ended otherwise: in another error, or in values that the
-second decoder does not find.
+Reads FILES mutants of files and chains and MESSAGES mutants of messages of links. It is a separate process
+because numba reads both variables when it is imported. Prints a line of JSON for each kind of mutant with the
+number of mutants and of each outcome: accepted, refused, another error, or values that differ from those of
+the second decoder.
 """
 
 import collections
@@ -36,25 +36,25 @@ from tests.support.mutant_support import Member, file_of, fit, frames_of, is_sma
 from tests.support.spec_files import read_all
 from tests.support.vector_support import VALID
 
-SHARED = Path("/dev/shm")  # files in memory, where there is such a place: a mutant writes several times
-MAX_FILES = 4  # of a chain: longer ones only cost time
+SHARED = Path("/dev/shm")  # files in memory where possible, because each mutant writes several files
+MAX_FILES = 4  # length of a chain; longer chains take time and test nothing more
 LARGE_EVERY = 40  # files of some thousand values are slow to decode in plain Python
 SECOND_LIMIT = 1 << 20
 GOOD = ("accepted", "refused", "codes alone")
-FOUND: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-Outcome = dict[str, str] | str  # digests of tensors by name, or a word for why there are none
+OUTCOMES: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+Outcome = dict[str, str] | str  # digests of tensors by name, or the reason why there are none
 
 
-def counted(kind: str, outcome: str, about: str = "") -> None:
-    """One mutant more; what must not be is told with how to make it again."""
-    FOUND[kind]["mutants"] += 1
-    FOUND[kind][outcome] += 1
+def count(kind: str, outcome: str, description: str = "") -> None:
+    """Count a mutant; print an outcome that must not occur, with the description that reproduces it."""
+    OUTCOMES[kind]["mutants"] += 1
+    OUTCOMES[kind][outcome] += 1
     if outcome not in GOOD:
-        print(f"{kind} {outcome}: {about}", file=sys.stderr)
+        print(f"{kind} {outcome}: {description}", file=sys.stderr)
 
 
 def outcome_of(run: Callable[[], Any]) -> tuple[str, Any]:
-    """("accepted", result), ("refused", None), or what else came out of a reader."""
+    """Return ("accepted", result), ("refused", None), or another outcome with its traceback."""
     try:
         return "accepted", run()
     except CkptzError:
@@ -68,8 +68,8 @@ def outcome_of(run: Callable[[], Any]) -> tuple[str, Any]:
 # --- files --------------------------------------------------------------------------------------
 
 
-def ours(path: Path) -> Outcome:
-    """Digests of the tensors of a file; a word if it is not asked for them."""
+def decode(path: Path) -> Outcome:
+    """Return the digests of a file's tensors, or "large" if the file is too large to decode twice."""
     checkpoint = open_checkpoint(path)
     try:
         if not is_small(checkpoint):
@@ -80,7 +80,7 @@ def ours(path: Path) -> Outcome:
 
 
 def second(path: Path) -> Outcome:
-    """What the decoder that was written from the pages says."""
+    """Return the digests by the second decoder, or the reason why it refuses the file."""
     try:
         rows = second_decoder.files.decode(path, second_decoder.files.Shelf(SECOND_LIMIT), os.devnull)
         return {row["name"]: row["sha256"] for row in rows}
@@ -88,40 +88,43 @@ def second(path: Path) -> Outcome:
         return str(refusal)
 
 
-def read_file(kind: str, path: Path, about: str) -> bool:
-    """Read a mutant; whether its tensors were accepted."""
-    outcome, found = outcome_of(lambda: ours(path))
-    if outcome == "accepted" and found != "large":
+def read_file(kind: str, path: Path, description: str) -> bool:
+    """Read a mutant, and return whether its tensors were accepted."""
+    outcome, result = outcome_of(lambda: decode(path))
+    if outcome == "accepted" and result != "large":
         expected = second(path)
-        if found != expected:
+        if result != expected:
             outcome = "codes alone" if is_by_codes_alone(path, expected) else "differs"
-        counted(kind, outcome, f"{about} {found} is {expected}")
+        count(kind, outcome, f"{description} {result} is {expected}")
         return outcome == "accepted"
-    counted(kind, outcome, f"{about} {found}")
+    count(kind, outcome, f"{description} {result}")
     return False
 
 
-def _whole(source: Any) -> Any:
+def _all_patterns(source: Any) -> Any:
     return source.patterns(0, source.dtype.n_patterns(source.shape))
 
 
 def is_by_codes_alone(path: Path, expected: Outcome) -> bool:
-    """Whether a fault is one of a base whose codes alone are wanted: spec/03-transforms.md#contexts."""
+    """Return whether only the patterns of a base are invalid, and only its codes are needed.
+
+    See spec/03-transforms.md#contexts.
+    """
     checkpoint = open_checkpoint(path)
     try:
         plans = [frame.header.plan for frame in checkpoint.container.tensors.values()]
         bases = [s for name, s in checkpoint.container.bases.items() if name in checkpoint.tensors]
-        refused = any(outcome_of(functools.partial(_whole, base))[0] == "refused" for base in bases)
+        refused = any(outcome_of(functools.partial(_all_patterns, base))[0] == "refused" for base in bases)
         by_codes = any(plan.reads_base_codes and not plan.reads_base_patterns for plan in plans)
         return isinstance(expected, str) and by_codes and refused
     finally:
         checkpoint.close()
 
 
-def apply_file(path: Path, base: Path, is_read: bool, about: str) -> None:
+def apply_file(path: Path, base: Path, is_read: bool, description: str) -> None:
     """Apply a mutated delta to the tensors of its base."""
     try:
-        if ours(base) == "large" or outcome_of(lambda: ours(path))[1] == "large":
+        if decode(base) == "large" or outcome_of(lambda: decode(path))[1] == "large":
             return
         expected = load_file(path) if is_read else None
         states = [load_file(base) for _ in CHECKS]
@@ -129,14 +132,14 @@ def apply_file(path: Path, base: Path, is_read: bool, about: str) -> None:
         return
     for check, live in zip(CHECKS, states, strict=True):
         untouched = {name: _bits(tensor) for name, tensor in live.items()}
-        outcome, found = outcome_of(lambda: apply_(live, path.read_bytes(), check=check, jobs=1))  # noqa: B023
-        wanted = untouched
+        outcome, result = outcome_of(lambda: apply_(live, path.read_bytes(), check=check, jobs=1))  # noqa: B023
+        expected_bytes = untouched
         if outcome == "accepted" and expected is not None:
-            wanted = untouched | {name: _bits(tensor) for name, tensor in expected.items()}
+            expected_bytes = untouched | {name: _bits(tensor) for name, tensor in expected.items()}
         if outcome == "refused" or expected is not None:
-            same = all(_bits(live[name]) == data for name, data in wanted.items())
+            same = all(_bits(live[name]) == data for name, data in expected_bytes.items())
             outcome = outcome if same else "differs"
-        counted(f"apply_ {check}", outcome, f"{about} {found}")
+        count(f"apply_ {check}", outcome, f"{description} {result}")
 
 
 def _bits(tensor: torch.Tensor) -> bytes:
@@ -144,7 +147,7 @@ def _bits(tensor: torch.Tensor) -> bytes:
 
 
 def vectors() -> Iterator[tuple[list[str], list[Member]]]:
-    """The valid vectors in pieces; those of many chunks or files are left out."""
+    """Yield the valid vectors in pieces, except those of many chunks or files."""
     for vector in VALID:
         if len(vector.paths) <= MAX_FILES:
             try:
@@ -155,7 +158,7 @@ def vectors() -> Iterator[tuple[list[str], list[Member]]]:
 
 
 def generated(folder: Path) -> Iterator[tuple[list[str], list[Member]]]:
-    """Chains of two files as our writer makes them: lanes, tables, Huffman, escapes, contexts, outer."""
+    """Yield chains of two files from the writer: lanes, tables, Huffman, escapes, contexts, outer vectors."""
     rng = np.random.default_rng(5)
     scale = np.exp(rng.standard_normal((48, 1)))
     weight = (0.02 * scale * rng.standard_normal((48, 96))).astype(np.float32)
@@ -172,14 +175,14 @@ def generated(folder: Path) -> Iterator[tuple[list[str], list[Member]]]:
 
 
 def _drifted(values: Any, rng: np.random.Generator) -> Any:
-    moved = values.copy().reshape(-1)
-    some = rng.integers(0, len(moved), len(moved) // 8)
-    moved[some] = moved[some] * 1.25
-    return moved.reshape(values.shape)
+    drifted = values.copy().reshape(-1)
+    positions = rng.integers(0, len(drifted), len(drifted) // 8)
+    drifted[positions] = drifted[positions] * 1.25
+    return drifted.reshape(values.shape)
 
 
 def read_mutants(n: int, seed: int) -> None:
-    """Files alone are of kind `file`, others of kind `chain`; deltas are applied to live tensors too."""
+    """Read mutants of kind `file` and `chain`, and apply those that are deltas to live tensors."""
     rng = np.random.default_rng(seed)
     with tempfile.TemporaryDirectory(dir=SHARED if SHARED.is_dir() else None) as name:
         small, large = list(vectors()), list(generated(Path(name)))
@@ -190,35 +193,35 @@ def read_mutants(n: int, seed: int) -> None:
             folder = Path(name, "mutant")
             folder.mkdir(exist_ok=True)
             changed = mutant(chain, rng, pool)
-            about = f"mutant {i} of seed {seed}, {names[0]} of {len(names)}"
-            outcome, found = outcome_of(lambda: fit(changed, names, folder))  # noqa: B023
+            description = f"mutant {i} of seed {seed}, {names[0]} of {len(names)}"
+            outcome, result = outcome_of(lambda: fit(changed, names, folder))  # noqa: B023
             if outcome != "accepted":
-                counted("fitting", outcome, f"{about} {found}")
+                count("fitting", outcome, f"{description} {result}")
             else:
-                read_and_apply(folder, names, about)
+                read_and_apply(folder, names, description)
             for path in folder.iterdir():
                 path.unlink()
 
 
-def read_and_apply(folder: Path, names: Sequence[str], about: str) -> None:
-    """Read what was written."""
+def read_and_apply(folder: Path, names: Sequence[str], description: str) -> None:
+    """Read a mutant that was written to a folder, and apply it if it is a delta."""
     path = folder / names[0]
-    is_read = read_file("chain" if len(names) > 1 else "file", path, about)
+    is_read = read_file("chain" if len(names) > 1 else "file", path, description)
     if len(names) > 1:
-        apply_file(path, folder / names[1], is_read, about)
+        apply_file(path, folder / names[1], is_read, description)
 
 
 # --- links --------------------------------------------------------------------------------------
 
 
 def receive_mutants(n: int, seed: int) -> None:
-    """Messages under right checksums: both ends' kernels agree, and the second receiver with them."""
-    for kind, outcome, about in itertools.islice(wire_mutants.outcomes(seed, outcome_of), n):
-        counted(kind, outcome, about)
+    """Receive mutants of messages: the kernels of both ends and the second receiver must agree."""
+    for kind, outcome, description in itertools.islice(wire_mutants.outcomes(seed, outcome_of), n):
+        count(kind, outcome, description)
 
 
 def require_checks() -> None:
-    """A kernel that is led out of bounds on purpose says so, or nothing here means anything."""
+    """Exit unless a kernel that is called with an index out of bounds raises IndexError."""
     out, nine = np.zeros(1, np.uint32), np.array([9], np.uint8)
     try:
         cpu().lookup(nine, np.zeros(1, np.uint16), np.zeros((1, 1), np.uint32), out)
@@ -233,8 +236,8 @@ def main() -> None:
     require_checks()
     read_mutants(n_files, seed)
     receive_mutants(n_messages, seed)
-    for kind, found in FOUND.items():
-        print(json.dumps({"kind": kind, **found}))
+    for kind, counts in OUTCOMES.items():
+        print(json.dumps({"kind": kind, **counts}))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Small models for calibrations, and what their sums must be."""
+"""Small models for calibrations, and the expected sums."""
 
 import itertools
 from collections.abc import Iterable
@@ -26,16 +26,16 @@ def recorded(model: nn.Module, *batches: torch.Tensor, memory_cap: int = 1 << 30
 
 
 def covariance_of(vectors: Array) -> Array:
-    """sum(x x^T) of rows, in float64."""
+    """Return sum(x x^T) of the rows x of `vectors` [n, width], in float64 [width, width]."""
     wide = np.asarray(vectors, np.float64)
     total: Array = wide.T @ wide
     return total
 
 
-def check_covariance(found: torch.Tensor, expected: Array) -> None:
-    assert found.dtype == torch.float32
-    assert torch.equal(found, found.mT)
-    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+def check_covariance(actual: torch.Tensor, expected: Array) -> None:
+    assert actual.dtype == torch.float32
+    assert torch.equal(actual, actual.mT)
+    np.testing.assert_allclose(actual.numpy(), expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
 
 
 def stack(*widths: int) -> nn.Sequential:
@@ -43,12 +43,12 @@ def stack(*widths: int) -> nn.Sequential:
 
 
 def cap_for(*widths: int) -> int:
-    """A cap that sums of these sizes just fit into: a batch and all before it."""
+    """Return the smallest memory cap for layers of these input widths: sums of a batch and of all batches."""
     return 2 * 4 * sum(n * n for n in widths)
 
 
 class Attention(nn.Module):
-    """Layers that get the same tensor; `calls` says which are called with which of the inputs."""
+    """Layers with equal inputs; a call such as "q0" means layer q and the first of three inputs."""
 
     def __init__(self, calls: Iterable[str]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A tiny training run whose every loss depends on all of its state, and ways to damage what it saves."""
+"""A tiny training run whose losses depend on all of its state, and functions that damage its files."""
 
 import os
 import random
@@ -18,9 +18,7 @@ WIDTH = 12
 
 
 class Run:
-    """Model, optimizer, scheduler and data order; what `losses` gives depends on every part and on all
-    random numbers.
-    """
+    """Model, optimizer, scheduler and data order; the losses depend on all of these and on random numbers."""
 
     def __init__(self, seed: int = 0, width: int = WIDTH) -> None:
         torch.manual_seed(seed)
@@ -57,7 +55,7 @@ class Run:
 
 
 def saved_run(folder: Path, n_steps: int, **options: Any) -> list[float]:
-    """Train and save every step; the losses, the first one at index 1."""
+    """Train, save every step, and return the losses, the first one at index 1."""
     run = Run()
     losses = [0.0]
     with run.checkpointer(folder, background=False, **options) as checkpointer:
@@ -67,25 +65,25 @@ def saved_run(folder: Path, n_steps: int, **options: Any) -> list[float]:
     return losses
 
 
-def saved(folder: Path | str, *run: Any, **how: Any) -> None:
-    """Save step 1 of a model and, if they are given, its optimizers."""
-    with Checkpointer(folder, *run, **how) as checkpointer:
+def saved(folder: Path | str, *run: Any, **options: Any) -> None:
+    """Save step 1 of a model and of optimizers if there are any."""
+    with Checkpointer(folder, *run, **options) as checkpointer:
         checkpointer.save(1)
 
 
-def restored(folder: Path | str, *run: Any, weights_only: bool = False, **how: Any) -> Any:
-    """Restore step 1; what `Checkpointer.restored` says of it."""
-    with Checkpointer(folder, *run, **how) as checkpointer:
+def restored(folder: Path | str, *run: Any, weights_only: bool = False, **options: Any) -> Any:
+    """Restore step 1 and return `Checkpointer.restored`."""
+    with Checkpointer(folder, *run, **options) as checkpointer:
         assert checkpointer.restore(1, weights_only=weights_only) == 1
     return checkpointer.restored
 
 
 def loss_after(folder: Path | str, step: int | None = None) -> tuple[int | None, float]:
-    """The step that a new process would resume from, and its next loss."""
+    """Restore in a new run, and return the step and the next loss."""
     run = Run(seed=99)
     with run.checkpointer(folder) as checkpointer:
-        found = checkpointer.restore_latest() if step is None else checkpointer.restore(step)
-    return found, run.step()
+        restored_step = checkpointer.restore_latest() if step is None else checkpointer.restore(step)
+    return restored_step, run.step()
 
 
 def names_in(folder: Path) -> set[str]:
@@ -93,18 +91,18 @@ def names_in(folder: Path) -> set[str]:
 
 
 def flip(path: Path, at: int | None = None) -> None:
-    """Change a bit of a file, in its midst if nobody says where; it stays the same file."""
+    """Flip a bit of the byte at an offset, by default of the middle byte, in place."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2 if at is None else at] ^= 1
     path.write_bytes(data)
 
 
 def in_child(work: Callable[[], object]) -> int:
-    """The exit code of a forked process that does `work`; it ends without cleaning up."""
+    """Run `work` in a forked process that ends without cleaning up, and return its exit code."""
     child = os.fork()
     if child == 0:
         code = 1
-        torch.set_num_threads(1)  # those of the parent did not come along
+        torch.set_num_threads(1)  # a fork does not copy the threads of its parent
         try:
             work()
             code = 0
@@ -117,7 +115,7 @@ def in_child(work: Callable[[], object]) -> int:
 
 KEEP_TWO = KeepPolicy(last=2)
 GRID = Grid(min_elements=1)  # even the weights of a `Run` become lossy
-LOSSY = KeepPolicy(exact=0)  # restores give what lossy files hold
+LOSSY = KeepPolicy(exact=0)  # no residuals, so that restores return the lossy values
 
 
 def linear(width: int = 4) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Checkpoints as bytes made by hand, the command line in this process, and what restoring gives."""
+"""Hand-made checkpoints, command lines that run in this process, and what files restore to."""
 
 import contextlib
 import hashlib
@@ -54,7 +54,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class Run:
-    """What one command line did; the notice about compiled kernels is left out."""
+    """Exit code and output of a command line, without the notice about compiled kernels."""
 
     exit_code: int
     stdout: str
@@ -62,7 +62,7 @@ class Run:
 
     @property
     def error(self) -> str:
-        """The one line that an error is."""
+        """The only line of standard error, which is an error message."""
         lines = self.stderr.splitlines()
         assert len(lines) == 1, self.stderr
         assert lines[0].startswith("ckptz: ")
@@ -70,12 +70,12 @@ class Run:
 
     @property
     def json(self) -> Any:
-        """The object on stdout."""
+        """The JSON value on standard output."""
         return json.loads(self.stdout)
 
 
 def ckptz(*args: object, fails: bool = False) -> Run:
-    """Run a command line in this process; it must end well unless `fails`."""
+    """Run a command line in this process, and require exit code 0, or another one if `fails`."""
     result = CliRunner().invoke(main, [str(arg) for arg in args])
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     stderr = "".join(line for line in result.stderr.splitlines(True) if NOTICE not in line)
@@ -83,7 +83,7 @@ def ckptz(*args: object, fails: bool = False) -> Run:
     return Run(result.exit_code, result.stdout, stderr)
 
 
-Stream = int | str | Path | None  # a descriptor, what to open, or None for a closed stream
+Stream = int | str | Path | None  # a descriptor, a path to open, or None for a closed stream
 
 
 def forked(
@@ -93,15 +93,15 @@ def forked(
     stderr: Stream = "",
     before: Callable[[], object] = lambda: None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command line in a fork of this process, with streams of its own: nothing is loaded anew.
+    """Run a command line in a fork of this process with its own streams, which saves loading modules again.
 
-    What is printed to a stream that is not given elsewhere is returned. `before` runs first in the fork.
+    The output of streams that are not redirected is returned. `before` is called first in the fork.
     """
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        kept = (out.fileno() if stdout == "" else stdout, err.fileno() if stderr == "" else stderr)
+        outputs = (out.fileno() if stdout == "" else stdout, err.fileno() if stderr == "" else stderr)
         child = os.fork()
         if child == 0:
-            os._exit(_in_fork(arguments, (stdin, *kept), before))
+            os._exit(_in_fork(arguments, (stdin, *outputs), before))
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         out.seek(0)
         err.seek(0)
@@ -109,14 +109,14 @@ def forked(
 
 
 def _in_fork(arguments: Iterable[object], streams: Iterable[Stream], before: Callable[[], object]) -> int:
-    """Set up the standard streams as a new interpreter does, run, and end as it would; the exit code."""
-    sys.stdin, sys.stdout, sys.stderr = (_led(number, stream) for number, stream in enumerate(streams))
+    """Set up the standard streams as a new interpreter does, run the command, and return the exit code."""
+    sys.stdin, sys.stdout, sys.stderr = (_redirect(number, stream) for number, stream in enumerate(streams))
     code: Any = 1
     try:
         before()
         main([str(argument) for argument in arguments])
-    except SystemExit as ended:
-        code = ended.code or 0
+    except SystemExit as error:
+        code = error.code or 0
     except BaseException:
         traceback.print_exc()
     try:
@@ -127,8 +127,8 @@ def _in_fork(arguments: Iterable[object], streams: Iterable[Stream], before: Cal
     return int(code)
 
 
-def _led(number: int, stream: Stream) -> Any:
-    """Lead a standard stream elsewhere; a text stream, or None if it is closed."""
+def _redirect(number: int, stream: Stream) -> Any:
+    """Redirect a standard stream, and return it as a text stream, or None if it is closed."""
     if stream is None:
         os.close(number)
         return None
@@ -139,12 +139,12 @@ def _led(number: int, stream: Stream) -> Any:
 
 
 def sets(**settings: object) -> list[str]:
-    """Options `--set` for settings of a method."""
+    """Return `--set` options for settings of a method."""
     return [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
 
 
 def plain_bytes(rows: Rows, metadata: Mapping[str, str] | None = None) -> bytes:
-    """A safetensors file, written from its specification."""
+    """Return the bytes of a safetensors file, written from its specification."""
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     at = 0
     for name, (dtype, shape, data) in rows.items():
@@ -156,13 +156,13 @@ def plain_bytes(rows: Rows, metadata: Mapping[str, str] | None = None) -> bytes:
 
 
 def write_plain(path: Path, rows: Rows, metadata: Mapping[str, str] | None = None) -> Path:
-    """`plain_bytes` as a file."""
+    """Write the bytes of `plain_bytes` to a file."""
     path.write_bytes(plain_bytes(rows, metadata))
     return path
 
 
 def hf_folder(folder: Path) -> Path:
-    """Two shards, their index, and two other files."""
+    """Write a folder as Hugging Face libraries do: two shards, their index, and two other files."""
     (folder / "sub").mkdir(parents=True)
     state = a_state(n=200)
     homes = {name: f"model-0000{1 + (i > 3)}-of-00002.safetensors" for i, name in enumerate(state)}
@@ -176,21 +176,21 @@ def hf_folder(folder: Path) -> Path:
 
 
 def bf16(values: np.ndarray) -> np.ndarray:
-    """BF16 patterns of F32 values, cut off."""
+    """Return the BF16 patterns of F32 values, rounded towards zero."""
     return (values.astype("<f4").view("<u4") >> 16).astype("<u2")
 
 
 def a_state(seed: int = 0, drift: float = 0.0, n: int = 3000) -> dict[str, Row]:
-    """Tensors of many kinds; `drift` moves the weights a little, as training does."""
+    """Return tensors of many dtypes; `drift` changes the weights a little, as training does."""
     rng = np.random.default_rng(seed)
-    moves = np.random.default_rng(1000 + int(1e6 * drift))
+    changes = np.random.default_rng(1000 + int(1e6 * drift))
     weights = rng.normal(0, 0.05, n)
-    moved = weights + drift * moves.normal(0, 0.05, n)
+    weights = weights + drift * changes.normal(0, 0.05, n)
     sparse = np.where(rng.random(n) < 0.01, rng.integers(1, 99, n), 0)
     return {
-        "layer.weight": ("F32", (n // 50, 50), moved.astype("<f4").tobytes()),
-        "layer.half": ("BF16", (n,), bf16(moved).tobytes()),
-        "layer.double": ("F64", (n // 10,), moved[: n // 10].astype("<f8").tobytes()),
+        "layer.weight": ("F32", (n // 50, 50), weights.astype("<f4").tobytes()),
+        "layer.half": ("BF16", (n,), bf16(weights).tobytes()),
+        "layer.double": ("F64", (n // 10,), weights[: n // 10].astype("<f8").tobytes()),
         "sparse": ("U8", (n,), sparse.astype("u1").tobytes()),
         "counts": ("I64", (3, 4), np.arange(12, dtype="<i8").tobytes()),
         "scalar": ("F16", (), np.float16(1.5).tobytes()),
@@ -201,12 +201,12 @@ def a_state(seed: int = 0, drift: float = 0.0, n: int = 3000) -> dict[str, Row]:
 
 
 def relative_error(restored: np.ndarray, original: np.ndarray) -> float:
-    """The norm of what was lost by the norm of what was there."""
+    """Return the norm of the error divided by the norm of the original."""
     return float(np.linalg.norm(restored - original) / np.linalg.norm(original))
 
 
 def tensors_in(path: Path) -> dict[str, Any]:
-    """What `ckptz inspect` says of each tensor of a file."""
+    """Return what `ckptz inspect --json` reports of each tensor of a file, by name."""
     return {tensor["name"]: tensor for tensor in ckptz("inspect", path, "--json").json["tensors"]}
 
 
@@ -214,7 +214,7 @@ Content = tuple[list[tuple[str, Row]], dict[str, str] | None]
 
 
 def content_of(path: Path) -> Content:
-    """Everything that must come back: tensors in order, bit for bit, and metadata."""
+    """Return all that a file must restore: its tensors in order with their bytes, and its metadata."""
     with contextlib.closing(open_input(path)) as opened:
         return _content(opened)
 
@@ -228,7 +228,7 @@ def _content(opened: Input) -> Content:
 
 
 def forge(path: Path, target: Path, edit: Callable[[Any], Any]) -> Path:
-    """A copy of a `.ckptz` file whose index is what `edit` makes of it, with a digest that fits."""
+    """Copy a `.ckptz` file with an index changed by `edit`, and a matching digest."""
     raw = path.read_bytes()
     n_header = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + n_header])
@@ -239,7 +239,7 @@ def forge(path: Path, target: Path, edit: Callable[[Any], Any]) -> Path:
 
 
 def write_index(target: Path, header: dict[str, Any], frames: bytes, packed: bytes) -> Path:
-    """A `.ckptz` file of frames and a packed index, which may say anything."""
+    """Write a `.ckptz` file of frames and any packed index."""
     at = len(frames)
     blob = {"dtype": "U8", "shape": [len(packed)], "data_offsets": [at, at + len(packed)]}
     metadata = header["__metadata__"] | {"ckptz.index_sha256": hashlib.sha256(packed).hexdigest()}
@@ -249,33 +249,33 @@ def write_index(target: Path, header: dict[str, Any], frames: bytes, packed: byt
 
 
 def temporaries(folder: Path) -> list[Path]:
-    """What an interrupted write left."""
+    """List the temporary files that an interrupted write left in a folder."""
     return sorted(folder.rglob("*.ckptz-tmp"))
 
 
 def spread(n: int, most: int) -> Iterable[int]:
-    """At most `most` of 0..n-1, evenly spread, the first and the last included."""
+    """Return at most `most` of the numbers 0..n-1, evenly spaced, with the first and the last."""
     return sorted({round(i * (n - 1) / (most - 1)) for i in range(most)}) if n > most else range(n)
 
 
 def bomb(path: Path, n_chunks: int) -> Path:
-    """A valid file of one tensor of zeros: a MiB from every 22 bytes."""
+    """Write a valid file with one tensor of zeros: each 22 bytes decode to a MiB."""
     shape = (n_chunks, CHUNK_VALUES)
     frame = Frame(plan(shape=shape), [(CONSTANT, b"\0")], bytes(CHUNK_VALUES), "U8", shape, n_chunks)
     path.write_bytes(File({"zeros": frame}).bytes())
     return path
 
 
-def flipped(whole: bytes, bits: Iterable[int]) -> Iterator[bytes]:
-    """Copies of `whole`, each with one bit changed."""
+def flipped(data: bytes, bits: Iterable[int]) -> Iterator[bytes]:
+    """Yield copies of `data` with one bit flipped each."""
     for bit in bits:
-        changed = bytearray(whole)
+        changed = bytearray(data)
         changed[bit // 8] ^= 1 << bit % 8
         yield bytes(changed)
 
 
 def regions_of(raw: bytes) -> dict[str, range]:
-    """Header, first frame header, streams, index: bit positions."""
+    """Return the bit positions of the header, the first frame's header, the streams and the index."""
     begin = 8 + int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8:begin])
     index = header["__ckptz__.index"]["data_offsets"][0] + begin

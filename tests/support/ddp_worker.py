@@ -1,4 +1,4 @@
-"""Ranks that train one model under LoCo hooks; `test_wire_ddp.py` starts them and reads their JSON.
+"""Ranks that train one model with LoCo hooks; `test_wire_ddp.py` starts them and reads their JSON.
 
 python -m tests.support.ddp_worker RANK N_RANKS STORE OUT
 """
@@ -54,9 +54,13 @@ def scenarios(rank: int) -> dict[str, Any]:
         state, model = LoCo(codec, decay=0.2, reset_every=5), DistributedDataParallel(make())
         model.register_comm_hook(state, loco_hook)
         first, n_bytes = train(model, rank, range(2)), state.sent_bytes()
-        rest = train(model, rank, range(2, N_STEPS))
-        losses = first["losses"] + rest["losses"]
-        out[name] = rest | {"losses": losses, "bytes": state.sent_bytes() - n_bytes, "raw bytes": n_bytes}
+        remaining = train(model, rank, range(2, N_STEPS))
+        losses = first["losses"] + remaining["losses"]
+        out[name] = remaining | {
+            "losses": losses,
+            "bytes": state.sent_bytes() - n_bytes,
+            "raw bytes": n_bytes,
+        }
     sharded, state = fully_shard(make()), LoCo(decay=0.2, reset_every=5)
     shard_with(sharded, state)
     out["sharded"] = train(sharded, rank, range(N_STEPS)) | {"bytes": state.sent_bytes()}
@@ -66,7 +70,7 @@ def scenarios(rank: int) -> dict[str, Any]:
 
 
 def resumed(rank: int, is_sharded: bool) -> dict[str, Any]:
-    """Half the steps, then the others with a new model, a new hook and the states of the old ones."""
+    """Train half the steps, then the others with a new model, a new hook and the saved states."""
     model: Any = None
     weights, wire, losses = make().state_dict(), None, []
     for steps in (range(N_STEPS // 2), range(N_STEPS // 2, N_STEPS)):
@@ -87,8 +91,8 @@ def resumed(rank: int, is_sharded: bool) -> dict[str, Any]:
     return result | {"losses": losses}
 
 
-def lie(rank: int) -> str:
-    """What rank 1 says if a part of rank 0 arrives changed; nothing from the others."""
+def error_of_changed_part(rank: int) -> str:
+    """Send a changed part from rank 0, and return the error that rank 1 raises, or "" on other ranks."""
     state = LoCo()
     if rank == 0:
         link = state._to[1]
@@ -116,7 +120,7 @@ def main() -> None:
     dist.init_process_group(
         "gloo", store=shared, rank=rank, world_size=n_ranks, timeout=timedelta(seconds=60)
     )
-    results = scenarios(rank) | {"lie": lie(rank)}
+    results = scenarios(rank) | {"lie": error_of_changed_part(rank)}
     (out / f"{rank}.json").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()

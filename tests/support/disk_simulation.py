@@ -1,4 +1,4 @@
-"""A folder of steps without files: sizes by a formula, all else as `StepStore` and `prune` decide it."""
+"""A run's folder without files: sizes follow a formula, bases and deletions those of `ckptz.run`."""
 
 import math
 import random
@@ -12,23 +12,23 @@ from ckptz.run.chain import N_REMEMBERED, base_of_next, files_of_kind
 from ckptz.run.prune import decide, item_of
 from ckptz.run.step_files import METRIC_KEY, POSITION_KEY, ChainRule, FileFacts, FileKind, Listing, StepFile
 
-PLAIN: Final = 10_000  # bytes of a whole file, uncompressed
+PLAIN: Final = 10_000  # bytes of an uncompressed file
 KIND: Final[FileKind] = "weights"
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A run: how files are kept, how large they are, and how often they are saved.
+    """A run: its keep rule, the sizes of its files, and the number of saves.
 
     Attributes:
         keep: arguments of `KeepPolicy`.
-        full file: size of a full file, as a share of a plain file.
-        delta: of a delta against the save before, as a share of a full file.
-        growth: of a delta for every doubling of its distance, the same.
-        jump: from this save on deltas are three times as large; None for never.
-        n_saves: saves.
-        rule: what is asked for.
-        seed: of the metrics and of what varies.
+        full: size of a full file, as a share of a plain file.
+        delta: size of a delta against the previous save, as a share of a full file.
+        growth: additional share of a delta for every doubling of its distance.
+        jump: number of the save from which on deltas are three times as large; None for never.
+        n_saves: number of saves.
+        rule: the chain rule that the user asks for.
+        seed: seed of the metrics and of the variation of sizes.
     """
 
     keep: dict[str, Any]
@@ -41,7 +41,7 @@ class Case:
     seed: int
 
     def n_bytes(self, save: int, distance: int, rng: random.Random) -> int:
-        """Give the size of a file that reaches so many saves back, 0 for a full file."""
+        """Return the size of a file whose base is `distance` saves older, 0 for a full file."""
         if distance == 0:
             return round(PLAIN * self.full)
         delta = self.delta if self.jump is None or save < self.jump else 3 * self.delta
@@ -51,7 +51,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A moment of a run, before or after old files were removed: bytes on disk, and those of plain files."""
+    """Bytes on disk and of plain files at a moment of a run, before or after a deletion."""
 
     taken: int
     plain: int
@@ -66,7 +66,7 @@ KEEPS: Final[tuple[dict[str, Any], ...]] = (
 
 
 def cases(n: int) -> Iterator[Case]:
-    """Draw cases, the same at every call; every keep rule comes as often."""
+    """Yield the same cases at every call, with each keep rule equally often."""
     rng = random.Random(1)
     for seed in range(n):
         yield Case(
@@ -81,21 +81,21 @@ def cases(n: int) -> Iterator[Case]:
         )
 
 
-def moments(case: Case, asked: ChainRule | None = None) -> list[Moment]:
-    """Play a case through, a step every ten; `asked` is a rule that is followed as it is."""
+def moments(case: Case, forced_rule: ChainRule | None = None) -> list[Moment]:
+    """Simulate a run that saves every ten steps; `forced_rule` is followed without a choice of policy."""
     policy, rng = KeepPolicy(**case.keep), random.Random(case.seed)
-    rule = case.rule if asked is None else asked
+    rule = case.rule if forced_rule is None else forced_rule
     sizes: dict[StepFile, int] = {}
     facts: dict[StepFile, FileFacts] = {}
     hidden: frozenset[StepFile] = frozenset()
     written: list[tuple[int, int]] = []
-    found = []
+    history = []
     for save in range(1, case.n_saves + 1):
         step, base, position = 10 * save, None, 0
         listing = Listing(dict(sizes), hidden, ())
         if steps := listing.steps_of(KIND):
             files = files_of_kind(KIND, policy.by_kind[KIND], listing, facts)
-            kept_long = None if asked else policy.by_kind[KIND]
+            kept_long = None if forced_rule else policy.by_kind[KIND]
             base = base_of_next(files, rule, kept_long, steps, (written, PLAIN, 0))
             position = 0 if base is None else files[StepFile(steps[-1], KIND)].position + 1
         distance = 0 if base is None else position - facts[base].position
@@ -110,14 +110,14 @@ def moments(case: Case, asked: ChainRule | None = None) -> list[Moment]:
             metadata |= {METRIC_KEY: repr(rng.random())} if "best" in case.keep else {}
             sizes[file] = size
             facts[file] = FileFacts(file.name, ref, step, metadata, 0, PLAIN)
-        found.append(_moment(sizes, hidden))
+        history.append(_moment(sizes, hidden))
         items = {f: item_of(f, size, facts[f], is_hidden=f in hidden) for f, size in sizes.items()}
         _, needed, removed, _ = decide("", [*items.values()], policy)
         hidden = frozenset(file for file in sizes if items[file] in needed)
         sizes = {file: size for file, size in sizes.items() if items[file] not in removed}
         facts = {file: facts[file] for file in sizes}
-        found.append(_moment(sizes, hidden))
-    return found
+        history.append(_moment(sizes, hidden))
+    return history
 
 
 def _moment(sizes: dict[StepFile, int], hidden: frozenset[StepFile]) -> Moment:

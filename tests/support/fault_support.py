@@ -1,4 +1,4 @@
-"""Calls of the operating system that fail or never return: each one in turn, or whatever opens one file."""
+"""Calls of the operating system that fail or never return: each call in turn, or all that open a file."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ ERRORS: dict[str, Error] = {
     "ENOSPC": lambda: OSError(errno.ENOSPC, "no space left on device"),
     "timeout": lambda: TimeoutError(errno.ETIMEDOUT, "timed out"),
 }
-CHANGES = ("mkdir", "unlink", "rmdir", "link", "replace", "fsync")  # writes count among them
+CHANGES = ("mkdir", "unlink", "rmdir", "link", "replace", "fsync")  # writes are always included
 CALLS = (*CHANGES, "stat", "lstat", "listdir", "scandir", "open", "preadv", "pread")
 
-DEAD = 9  # what a process ends with
+DEAD = 9  # exit code of a process that ends by `die`
 
 
 def die() -> OSError:
-    """End this process as SIGKILL does, in place of an error."""
+    """End this process at once, as SIGKILL does, instead of returning an error."""
     os._exit(DEAD)
 
 
@@ -40,15 +40,15 @@ each_error = pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS.keys()
 
 
 class Faults:
-    """Fails those calls that a test chooses.
+    """Makes chosen calls of the operating system fail.
 
     Args:
-        fails: is told the number of a call, from 1, and its path, or None for one by file descriptor.
-        error: makes what is raised.
-        folder: calls on paths elsewhere are let through and not counted.
+        fails: decides whether a call fails, by its number, from 1, and its path, or None for a descriptor.
+        error: returns the exception to raise.
+        folder: calls on paths outside of it are neither counted nor failed.
 
     Attributes:
-        n_calls: seen so far.
+        n_calls: number of calls so far.
     """
 
     def __init__(self, fails: Callable[[int, Path | None], bool], error: Error, folder: Path) -> None:
@@ -56,12 +56,12 @@ class Faults:
         self.n_calls = 0
 
     def check(self, path: Any, begin: Callable[[], object] = lambda: None) -> None:
-        """Count a call, and fail it if it is its turn, when it has begun."""
-        found = None if isinstance(path, int) else Path(os.fsdecode(path))
-        if found is not None and found.is_absolute() and not found.is_relative_to(self._folder):
+        """Count a call, and raise the error if it must fail, after it has begun."""
+        target = None if isinstance(path, int) else Path(os.fsdecode(path))
+        if target is not None and target.is_absolute() and not target.is_relative_to(self._folder):
             return
         self.n_calls += 1
-        if self._fails(self.n_calls, found):
+        if self._fails(self.n_calls, target):
             begin()
             raise self._error()
 
@@ -81,7 +81,7 @@ class Faults:
 
     @contextmanager
     def installed(self, calls: Collection[str] = CALLS) -> Iterator[Faults]:
-        """Until the block ends."""
+        """Replace the functions until the block ends."""
         scandir = os.scandir
         with pytest.MonkeyPatch.context() as patch:
             for name in calls:
@@ -95,7 +95,7 @@ class Faults:
 
 
 class _Scan:
-    """What `os.scandir` gives; the entries, too, ask the system."""
+    """A result of `os.scandir` whose entries, too, make calls that can fail."""
 
     def __init__(self, path: Any, scandir: Callable[..., Any], faults: Faults) -> None:
         faults.check(path)
@@ -119,14 +119,14 @@ class _Entry:
     def __fspath__(self) -> str:
         return self.path
 
-    def __getattr__(self, question: str) -> Any:  # stat, is_file, is_dir, is_symlink
+    def __getattr__(self, method: str) -> Any:  # stat, is_file, is_dir, is_symlink
         self._faults.check(self.path)
-        return getattr(self._entry, question)
+        return getattr(self._entry, method)
 
 
 @contextmanager
 def unreadable(path: Path, error: Error) -> Iterator[None]:
-    """Nobody can open a file; its name and its size are seen."""
+    """Let every open of a file fail; its name and its size stay visible."""
     opens = Faults(lambda _, touched: touched == path, error, path.parent)
     with pytest.MonkeyPatch.context() as patch:
         for module in (io, builtins, os):
@@ -136,22 +136,22 @@ def unreadable(path: Path, error: Error) -> Iterator[None]:
 
 @contextmanager
 def all_closed() -> Iterator[None]:
-    """Require that the files that are opened for reading in the block are closed at its end."""
+    """Require that files opened for reading in the block are closed at its end."""
     opened, init = list[FileBytes](), FileBytes.__init__
 
-    def recorded(self: FileBytes, path: str | os.PathLike[str]) -> None:
+    def record_open(self: FileBytes, path: str | os.PathLike[str]) -> None:
         init(self, path)
         opened.append(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FileBytes, "__init__", recorded)
+        patch.setattr(FileBytes, "__init__", record_open)
         yield
     assert [file.name for file in opened if not file._file.closed] == []
 
 
 @contextmanager
 def copied(prepared: Path) -> Iterator[Path]:
-    """A copy of a folder, by hard links: nothing is written to in place."""
+    """Copy a folder by hard links, which is safe because nothing writes in place."""
     folder = prepared.with_name(f"{prepared.name}-with-faults")
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(prepared, folder, copy_function=os.link)
@@ -166,23 +166,23 @@ def fail_everywhere(
     *,
     stride: int = 1,
 ) -> int:
-    """Do `work` on copies of a folder, while one call of the system fails; how many calls there are.
+    """Do `work` on copies of a folder with each call failing in turn, and return the number of calls.
 
     Args:
-        prepared: the folder.
-        work: what is done.
-        check: is given the copy, and the error that `work` ended with.
-        stride: every so many pairs of a call and an error are tried; 1 tries all.
+        prepared: folder to copy.
+        work: function of the copied folder.
+        check: called with the copy, and the error of `work` or None.
+        stride: only every n-th pair of a call and an error is tried; 1 tries all.
     """
-    with copied(prepared) as folder, Faults(lambda *_: False, OSError, folder).installed() as counted:
+    with copied(prepared) as folder, Faults(lambda *_: False, OSError, folder).installed() as calls:
         work(folder)
-    for at, error in [(at, e) for at in range(1, counted.n_calls + 1) for e in ERRORS.values()][::stride]:
+    for number, error in [(n, e) for n in range(1, calls.n_calls + 1) for e in ERRORS.values()][::stride]:
         with copied(prepared) as folder:
-            ended: Exception | None = None
-            with Faults(lambda n, _, at=at: n == at, error, folder).installed():
+            raised: Exception | None = None
+            with Faults(lambda n, _, number=number: n == number, error, folder).installed():
                 try:
                     work(folder)
                 except Exception as caught:
-                    ended = caught
-            check(folder, ended)
-    return counted.n_calls
+                    raised = caught
+            check(folder, raised)
+    return calls.n_calls

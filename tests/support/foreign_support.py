@@ -19,7 +19,7 @@ def index_text(places: Mapping[str, Any]) -> str:
 
 
 def sharded_folder(root: Path) -> Path:
-    """A sentence encoder's folder in small: two shards, their index, and files around them."""
+    """Write a small sentence encoder's folder: two shards, their index, and other files."""
     (root / "1_Pooling").mkdir(parents=True)
     generator = np.random.default_rng(0)
     first = {"b": generator.normal(size=(3, 4)).astype("f4"), "a": np.arange(5), "empty": np.zeros((0, 2))}
@@ -37,7 +37,7 @@ def sharded_folder(root: Path) -> Path:
 def rewrite(
     path: Path, compression: int = zipfile.ZIP_STORED, change: Callable[[bytes], bytes] | None = None
 ) -> None:
-    """Write the records of a torch file anew, without checksums, the pickle as it is changed."""
+    """Rewrite the records of a torch file without checksums, with a changed pickle."""
     with zipfile.ZipFile(path) as archive:
         records = {record.filename: archive.read(record) for record in archive.infolist()}
     with zipfile.ZipFile(path, "w", compression) as archive:

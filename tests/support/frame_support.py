@@ -1,4 +1,4 @@
-"""Hand-made frames: random plans over every part of the decode rule, and what they must decode to."""
+"""Hand-made frames: random plans with every part of the decode rule, and the expected patterns."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,7 +36,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class CodedSource(TensorSource):
-    """A base that has codes of its own, like a frame of an earlier checkpoint."""
+    """A base with stored codes, like a frame of an earlier checkpoint."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -56,7 +56,7 @@ class CodedSource(TensorSource):
 
 @dataclass(frozen=True)
 class FixedQuantizer(Quantizer):
-    """Codes that are given, not fitted."""
+    """A quantizer that returns given codes instead of fitting them."""
 
     all_codes: Array
 
@@ -69,7 +69,7 @@ class FixedQuantizer(Quantizer):
 
 @dataclass(frozen=True)
 class Case:
-    """A tensor, its plan, and what it may look at."""
+    """A tensor, its plan, its base and the tensor for its contexts."""
 
     source: ArraySource
     encoding: TensorPlan
@@ -100,7 +100,7 @@ class Case:
 
 
 def round_trip(case: Case) -> Array:
-    """Encode, pack and parse the header, decode."""
+    """Encode a case, pack and parse its header, and return the decoded patterns [n]."""
     header, chunks = case.encode()
     packed = header.pack()
     plan = pack_plan(header.dtype, header.shape, case.plan)
@@ -109,7 +109,7 @@ def round_trip(case: Case) -> Array:
 
 
 def expected_patterns(case: Case) -> Array:
-    """The decode rule once more, element by element in plain Python and numpy, without the codec."""
+    """Decode by the definition, element by element in plain Python and numpy, without the codec: [n]."""
     plan, quant_map = case.plan, case.plan.quant_map
     kind, n = FLOAT_KINDS[case.source.dtype.name], len(case.source.flat)
     quantizer = case.encoding.quantizer
@@ -132,13 +132,13 @@ def expected_patterns(case: Case) -> Array:
     if quant_map.zero_code is not None:
         out[quantizer.all_codes == quant_map.zero_code] = 0
     if quant_map.escape_code is not None:
-        kept = quantizer.all_codes == quant_map.escape_code
-        out[kept] = case.source.flat[kept]
+        escaped = quantizer.all_codes == quant_map.escape_code
+        out[escaped] = case.source.flat[escaped]
     return out
 
 
 def _prediction(case: Case, i: int, kind: int) -> int:
-    """F32 pattern of the predictor of element i."""
+    """Return the F32 pattern of the prediction of element i."""
     if case.plan.predictor is Predictor.BASE:
         return int(reference.to_f32(case.base.patterns(i, i + 1), kind)[0])
     if isinstance(case.plan.outer, LowRank):
@@ -152,7 +152,10 @@ def _prediction(case: Case, i: int, kind: int) -> int:
 
 
 def _sum_of_terms(outer: LowRank, i: int) -> int:
-    """F32 pattern of element i, by doubles that hold each product and each sum exactly or rounded alike."""
+    """Return the F32 pattern of element i.
+
+    In double, each product is exact and each sum is rounded to the same F32 value.
+    """
     levels = outer.stored.codes(outer.n_elements).view(np.int8).reshape(len(outer.scales), -1)
     total = np.zeros(1, np.uint32)
     for scale, term in zip(outer.scales, levels, strict=True):
@@ -165,7 +168,7 @@ def _sum_of_terms(outer: LowRank, i: int) -> int:
 
 
 def expected_labels(case: Case) -> Array:
-    """Contexts from the text of the rules, element by element."""
+    """Compute the contexts by the text of the rules, element by element: [n]."""
     n = len(case.source.flat)
     row_patterns = max(n // case.source.shape[0], 1)
     labels = np.zeros(n, np.int64)
@@ -191,7 +194,7 @@ def _label(case: Case, rule: ContextRule, i: int, row_patterns: int) -> int:
 
 
 def random_patterns(rng: np.random.Generator, kind: int, n: int) -> Array:
-    """Make finite patterns of ordinary, tiny and zero values."""
+    """Draw finite patterns of ordinary, tiny and zero values [n]."""
     values = rng.standard_normal(n) * 10.0 ** rng.choice([-42, -39, -20, -3, 0], n)
     f32_patterns = reference.round_f64(np.where(rng.random(n) < 0.1, 0.0, values))
     return reference.from_f32(f32_patterns, kind)
@@ -241,7 +244,7 @@ RULE_SETS = (
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Any combination of domain, predictor, contexts, tables, escape and zero code."""
+    """Draw any combination of domain, predictor, contexts, tables, escape and zero code."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     dtype = dtype_of(draw(st.sampled_from(["F32", "BF16", "F16"])))
     shape = draw(st.sampled_from([(1,), (7,), (5, 9), (3, 4, 11), (40, 30)]))
@@ -289,7 +292,7 @@ def build_case(
     case = Case(
         ArraySource(dtype, shape, flat), TensorPlan(plan, FixedQuantizer(codes)), base, context_tensor
     )
-    # What would not be finite must be escaped.
+    # Values that would not be finite must be escaped.
     decoded = expected_patterns(case)
     exponent = decoded.dtype.type((0x7F800000, 0x7F80, 0x7C00)[kind])
     infinite = (decoded & exponent) == exponent
@@ -308,5 +311,5 @@ def _tables(
     counts = np.zeros((n_contexts, 256), np.int64)
     np.add.at(counts, (rng.integers(0, n_contexts, 4 * len(codes)), np.resize(codes, 4 * len(codes))), 50)
     counts[:, np.unique(codes)] += 1  # every context has a frequency for every code
-    found = ContextCounts(np.arange(n_contexts), counts)
-    return (stream_tables(found, n_contexts, most=3),)
+    counts_by_context = ContextCounts(np.arange(n_contexts), counts)
+    return (stream_tables(counts_by_context, n_contexts, most=3),)

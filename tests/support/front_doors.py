@@ -1,6 +1,6 @@
-"""The ways in which users keep a run's steps in a folder, each as a `Door`: all are tested alike.
+"""The ways in which users keep the steps of a run in a folder, each as a `Door`, for the same tests.
 
-The state of a step follows from its number, so that every process knows what a step must restore to.
+The state of a step depends on its number only, so that every process knows what a step must restore to.
 """
 
 import json
@@ -30,27 +30,27 @@ N_AT_ONCE: Final = 3  # inputs of one call of `compress`
 
 
 def weight_at(step: int) -> torch.Tensor:
-    """What the run holds after a step."""
+    """Return the weight of the run after a step [50, 40]."""
     return torch.randn(50, 40, generator=torch.Generator().manual_seed(3)) + step % 64 / 64
 
 
 def nothing(step: int) -> None:
-    """Tell nobody."""
+    """Ignore a report."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Door:
-    """One way.
+    """One way to save and restore the steps of a run.
 
     Attributes:
-        save: goes on after the newest step as a new process does, and saves so many steps more; each is
-            reported when it is complete, and what is older than the rules keep is deleted.
-        steps: that can be seen, ascending.
-        read: what one of them restores to, as exactly as it can be.
-        n_kept: so many newest ones stay, at least.
-        is_lossy: whether only the newest must be exact.
-        complete: what a file or folder is called, "{}" for its number, that holds a step with all that it
-            needs; None where steps need files of others.
+        save: resumes from the newest step as a new process does, and saves `n` more steps. It reports each
+            step when it is complete, and deletes the older steps that the rules do not keep.
+        steps: the steps in the folder, ascending.
+        read: restores a step as exactly as possible.
+        n_kept: minimum number of newest steps that are kept.
+        is_lossy: whether only the newest step must be exact.
+        complete: name of the file or folder of a step, with "{}" for its number, if it contains all that the
+            step needs; None where steps need files of other steps.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Door:
     complete: str | None = None
 
     def check(self, folder: Path, reported: int = 0) -> None:
-        """Require that all that the rules keep is there and right, and that the next save succeeds."""
+        """Require that the steps that the rules keep restore correctly, and that the next save succeeds."""
         self.check_steps(folder, reported)
         before = self.newest(folder)
         self.save(folder, 1, nothing)
@@ -70,33 +70,33 @@ class Door:
         self.check_steps(folder, before + 1)
 
     def check_steps(self, folder: Path, reported: int, n_read: int | None = None) -> None:
-        """Require that the steps that the rules keep are there and right; of these, read so many newest."""
+        """Require that all steps that the rules keep exist, and that the newest `n_read` of them restore."""
         steps = self.steps(folder)
         assert self.newest(folder) >= reported
-        wanted = range(max(1, reported - self.n_kept + 1), reported + 1)
+        expected = range(max(1, reported - self.n_kept + 1), reported + 1)
         newest_kept = range(max(1, self.newest(folder) - self.n_kept + 1), self.newest(folder) + 1)
-        assert set(steps) >= set(wanted) & set(newest_kept)
+        assert set(steps) >= set(expected) & set(newest_kept)
         for step in steps[-(n_read or self.n_kept) :]:
             self.check_step(folder, step, must_be_exact=not self.is_lossy or step == steps[-1])
 
     def check_step(self, folder: Path, step: int, *, must_be_exact: bool = True) -> None:
-        """Require that a step restores to what it was."""
+        """Require that a step restores to its weight, exactly or nearly."""
         with warnings.catch_warnings():
-            if not must_be_exact:  # one of its residuals may be gone
+            if not must_be_exact:  # a missing residual file causes a warning
                 warnings.simplefilter("ignore", RuntimeWarning)
-            found = self.read(folder, step)
+            weight = self.read(folder, step)
         if must_be_exact:
-            assert found.equal(weight_at(step)), (self.name, step)
+            assert weight.equal(weight_at(step)), (self.name, step)
         else:
-            assert (found - weight_at(step)).abs().max() < 1
+            assert (weight - weight_at(step)).abs().max() < 1
 
     def newest(self, folder: Path) -> int:
-        """Give the newest step; 0 if there is none."""
+        """Return the newest step, or 0 if there is none."""
         return max(self.steps(folder), default=0)
 
 
 def numbers_in(folder: Path, pattern: str) -> list[int]:
-    """List the numbers of the files and folders that are called so, ascending."""
+    """List the numbers in the names that match a pattern, ascending."""
     names = os.listdir(folder) if folder.is_dir() else []
     return sorted(int(match[1]) for name in names if (match := re.fullmatch(pattern, name)))
 
@@ -105,26 +105,28 @@ def numbers_in(folder: Path, pattern: str) -> list[int]:
 
 
 def checkpointer_door(**options: Any) -> Door:
-    def opened(folder: Path) -> tuple[torch.nn.Module, Checkpointer]:
+    def open_run(folder: Path) -> tuple[torch.nn.Module, Checkpointer]:
         model = torch.nn.Linear(40, 50, bias=False)
-        how = {"keep": KeepPolicy(last=2), "full_every": 3, "background": False, "jobs": 1}
-        return model, Checkpointer(folder, model, **(how | options))
+        defaults = {"keep": KeepPolicy(last=2), "full_every": 3, "background": False, "jobs": 1}
+        return model, Checkpointer(folder, model, **(defaults | options))
 
     def save(folder: Path, n_saves: int, report: Report) -> None:
-        model, checkpointer = opened(folder)
+        model, checkpointer = open_run(folder)
         with checkpointer:
             newest = checkpointer.restore_latest() or 0
             for step in range(newest + 1, newest + n_saves + 1):
                 with torch.no_grad():
                     model.weight.copy_(weight_at(step))
                 checkpointer.save(step)
-                report(step - options.get("background", False))  # the one before is complete
+                report(
+                    step - options.get("background", False)
+                )  # in the background, the step before is complete
 
     def steps(folder: Path) -> list[int]:
-        return list(opened(folder)[1].steps())
+        return list(open_run(folder)[1].steps())
 
     def read(folder: Path, step: int) -> torch.Tensor:
-        model, checkpointer = opened(folder)
+        model, checkpointer = open_run(folder)
         with checkpointer:
             checkpointer.restore(step)
         return model.weight.detach()
@@ -154,8 +156,8 @@ def lightning_door(config: Any = ckptz.LOSSLESS) -> Door:
             report(step)
 
     def read(folder: Path, step: int) -> torch.Tensor:
-        found: torch.Tensor = read_newest(folder / f"step={step}.ckpt", jobs=1)["state_dict"]["weight"]
-        return found
+        weight: torch.Tensor = read_newest(folder / f"step={step}.ckpt", jobs=1)["state_dict"]["weight"]
+        return weight
 
     return Door(name="Lightning", save=save, steps=steps, read=read, complete="step={}.ckpt")
 
@@ -163,8 +165,8 @@ def lightning_door(config: Any = ckptz.LOSSLESS) -> Door:
 def accelerate_door(config: Any = ckptz.LOSSLESS) -> Door:
     def steps(folder: Path) -> list[int]:
         folder = folder / "checkpoints"
-        found = numbers_in(folder, r"checkpoint_(\d+)")
-        return [step for step in found if (folder / f"checkpoint_{step}" / "random_states_0.pkl").exists()]
+        numbers = numbers_in(folder, r"checkpoint_(\d+)")
+        return [step for step in numbers if (folder / f"checkpoint_{step}" / "random_states_0.pkl").exists()]
 
     def save(folder: Path, n_saves: int, report: Report) -> None:
         import accelerate
@@ -172,7 +174,7 @@ def accelerate_door(config: Any = ckptz.LOSSLESS) -> Door:
 
         from ckptz.integrations.accelerate import register
 
-        # It deletes before it saves.
+        # accelerate deletes old folders before it saves.
         project = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=2)
         accelerator = accelerate.Accelerator(cpu=True, project_config=project)
         model = accelerator.prepare(torch.nn.Linear(40, 50, bias=False))
@@ -182,7 +184,9 @@ def accelerate_door(config: Any = ckptz.LOSSLESS) -> Door:
             accelerator.load_state(str(folder / f"checkpoints/checkpoint_{newest}"))
         for step in range(newest + 1, newest + n_saves + 1):
             project.iteration = step
-            shutil.rmtree(folder / f"checkpoints/checkpoint_{step}", ignore_errors=True)  # it makes it
+            shutil.rmtree(
+                folder / f"checkpoints/checkpoint_{step}", ignore_errors=True
+            )  # accelerate creates it
             with torch.no_grad():
                 accelerator.unwrap_model(model).weight.copy_(weight_at(step))
             accelerator.save_state()
@@ -190,8 +194,8 @@ def accelerate_door(config: Any = ckptz.LOSSLESS) -> Door:
 
     def read(folder: Path, step: int) -> torch.Tensor:
         path = folder / f"checkpoints/checkpoint_{step}/model.ckptz"
-        found: torch.Tensor = read_newest(path, jobs=1)["weight"]
-        return found
+        weight: torch.Tensor = read_newest(path, jobs=1)["weight"]
+        return weight
 
     return Door(
         name="accelerate", save=save, steps=steps, read=read, n_kept=1, complete="checkpoints/checkpoint_{}"
@@ -200,15 +204,15 @@ def accelerate_door(config: Any = ckptz.LOSSLESS) -> Door:
 
 def trainer_door(config: Any = ckptz.LOSSLESS) -> Door:
     def steps(folder: Path) -> list[int]:
-        def is_whole(step: int) -> bool:
-            """Whether the Trainer has written its own state, which comes last, to its end."""
+        def is_complete(step: int) -> bool:
+            """Return whether the Trainer has written its own state, which is its last file, completely."""
             try:
                 json.loads((folder / f"checkpoint-{step}" / "trainer_state.json").read_bytes())
             except (FileNotFoundError, ValueError):
                 return False
             return True
 
-        return [step for step in numbers_in(folder, r"checkpoint-(\d+)") if is_whole(step)]
+        return [step for step in numbers_in(folder, r"checkpoint-(\d+)") if is_complete(step)]
 
     def save(folder: Path, n_saves: int, report: Report) -> None:
         from tests.support.trainer_support import trainer, transformers
@@ -234,8 +238,8 @@ def trainer_door(config: Any = ckptz.LOSSLESS) -> Door:
         folder = folder / f"checkpoint-{step}"
         assert read_newest(folder / "state.ckptz", jobs=1)["scheduler"]["last_epoch"] == step
         assert load_state(folder / "rng-00000.ckptz", jobs=1)["rng"]
-        found: torch.Tensor = read_newest(folder / "model.ckptz", jobs=1)["transformer.wte.weight"]
-        return found.flatten()[:2000].reshape(50, 40)
+        weight: torch.Tensor = read_newest(folder / "model.ckptz", jobs=1)["transformer.wte.weight"]
+        return weight.flatten()[:2000].reshape(50, 40)
 
     return Door(name="Trainer", save=save, steps=steps, read=read, complete="checkpoint-{}")
 
@@ -246,8 +250,8 @@ def dcp_door(config: Any = ckptz.LOSSLESS) -> Door:
     from ckptz.integrations.dcp import CkptzStorageReader, CkptzStorageWriter, latest
 
     def steps(folder: Path) -> list[int]:
-        found = numbers_in(folder, r"step-(\d+)")
-        return [step for step in found if (folder / f"step-{step}" / "ckptz-index.json").exists()]
+        numbers = numbers_in(folder, r"step-(\d+)")
+        return [step for step in numbers if (folder / f"step-{step}" / "ckptz-index.json").exists()]
 
     def save(folder: Path, n_saves: int, report: Report) -> None:
         place = latest(folder)
@@ -255,12 +259,12 @@ def dcp_door(config: Any = ckptz.LOSSLESS) -> Door:
         options = ChainOptions(config=config, full_every=3, jobs=1)
         writer = CkptzStorageWriter(options=options, keep_last=2)
         for step in range(newest + 1, newest + n_saves + 1):
-            where = {"checkpoint_id": folder / f"step-{step}", "storage_writer": writer}
+            target = {"checkpoint_id": folder / f"step-{step}", "storage_writer": writer}
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 try:
-                    dcp.save({"weight": weight_at(step)}, no_dist=True, **where)
-                except dcp.api.CheckpointException as error:  # is no Exception
+                    dcp.save({"weight": weight_at(step)}, no_dist=True, **target)
+                except dcp.api.CheckpointException as error:  # not a subclass of Exception
                     raise RuntimeError(error) from error
             report(step)
 
@@ -291,8 +295,8 @@ def linked_door() -> Door:
             report(step)
 
     def read(folder: Path, step: int) -> torch.Tensor:
-        found: torch.Tensor = load_state(folder / f"{step}.ckpt", jobs=1)["weight"]
-        return found
+        weight: torch.Tensor = load_state(folder / f"{step}.ckpt", jobs=1)["weight"]
+        return weight
 
     return Door(name="linked files", save=save, steps=steps, read=read, complete="{}.ckpt")
 
@@ -305,10 +309,10 @@ def compress_door() -> Door:
         return numbers_in(folder / "out", r"step-(\d+)\.ckptz")
 
     def source(folder: Path, step: int) -> Path:
-        path, made = folder / f"step-{step}.safetensors", folder / ".made"
+        path, temporary = folder / f"step-{step}.safetensors", folder / ".made"
         if not path.exists():
-            made.write_bytes(save_plain({"weight": weight_at(step)}))
-            made.replace(path)
+            temporary.write_bytes(save_plain({"weight": weight_at(step)}))
+            temporary.replace(path)
         return path
 
     def save(folder: Path, n_saves: int, report: Report) -> None:
@@ -317,8 +321,8 @@ def compress_door() -> Door:
         while n_saves:
             n = min(n_saves, N_AT_ONCE)
             sources = [source(folder, at) for at in range(max(1, step), step + n + 1)]
-            for done in ckptz.compress(sources, folder / "out", chain=True, resume=True, jobs=1):
-                report(done.step or 0)
+            for file_report in ckptz.compress(sources, folder / "out", chain=True, resume=True, jobs=1):
+                report(file_report.step or 0)
             step, n_saves = step + n, n_saves - n
 
     def read(folder: Path, step: int) -> torch.Tensor:
@@ -328,7 +332,7 @@ def compress_door() -> Door:
 
 
 def prune_door(*, in_folders: bool) -> Door:
-    """A run in which each file is stored against the one before, pruned after each save."""
+    """Return a door that stores each file against the one before, and prunes after each save."""
     name, pattern = "step-{}.ckptz", r"step-(\d+)\.ckptz"
     if in_folders:
         name, pattern = "checkpoint-{}/model.ckptz", r"checkpoint-(\d+)"
@@ -351,8 +355,8 @@ def prune_door(*, in_folders: bool) -> Door:
             report(step)
 
     def read(folder: Path, step: int) -> torch.Tensor:
-        found: torch.Tensor = load_state(folder / name.format(step), jobs=1)["weight"]
-        return found
+        weight: torch.Tensor = load_state(folder / name.format(step), jobs=1)["weight"]
+        return weight
 
     complete = "checkpoint-{}" if in_folders else None
     return Door(name="prune", save=save, steps=steps, read=read, complete=complete)
@@ -382,11 +386,11 @@ def publisher_door() -> Door:
 
 
 def door(kind: str) -> Door:
-    """Make a door by name; a name that ends with "grid" is of files that lose something."""
-    of, _, lossy = kind.partition(" ")
-    makes: dict[str, Callable[..., Door]] = {
+    """Return a door by name; a name that ends with " grid" has lossy files."""
+    name, _, is_lossy = kind.partition(" ")
+    doors: dict[str, Callable[..., Door]] = {
         "checkpointer": checkpointer_door,
-        "checkpointer-beside": lambda **how: checkpointer_door(background=True, **how),
+        "checkpointer-beside": lambda **options: checkpointer_door(background=True, **options),
         "lightning": lightning_door,
         "accelerate": accelerate_door,
         "trainer": trainer_door,
@@ -397,9 +401,9 @@ def door(kind: str) -> Door:
         "prune-folders": lambda: prune_door(in_folders=True),
         "publisher": publisher_door,
     }
-    if lossy:
-        return replace(makes[of](config=GRID), name=kind, is_lossy=True)
-    return replace(makes[of](), name=kind)
+    if is_lossy:
+        return replace(doors[name](config=GRID), name=kind, is_lossy=True)
+    return replace(doors[name](), name=kind)
 
 
 _APPS: Final = ("trainer", "trainer grid", "accelerate", "accelerate grid", "lightning", "lightning grid")

@@ -1,4 +1,4 @@
-"""What the tests of hooks share."""
+"""Shared code of the tests of hooks."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ def rewrite(path: Path, change: Change) -> None:
 
 @contextlib.contextmanager
 def process_group() -> Iterator[None]:
-    """A process group of this process alone, without threads: one of gloo may wait for its own as it goes."""
+    """Initialize a process group of one rank without threads, which gloo would start."""
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     try:
         yield

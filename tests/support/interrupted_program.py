@@ -1,6 +1,6 @@
-"""A training program that a signal meets while its main thread waits for a save: FOLDER WHERE KIND.
+"""A training program that gets a signal while its main thread waits for a save: FOLDER WHERE KIND.
 
-The writer of step 1 stands still until the signal has come and gone. Prints the steps that were reported.
+The writer of step 1 waits until the signal was handled. Prints the steps that were reported as saved.
 """
 
 import os
@@ -20,7 +20,7 @@ WRITE, PAUSE = StepStore.publishing, parallel.pause
 
 
 class Program:
-    """The model's weights are the number of the step."""
+    """A training run whose weights equal the number of the step."""
 
     def __init__(self, folder: str, where: str, kind: str) -> None:
         self.where, self.kind = where, kind
@@ -30,10 +30,10 @@ class Program:
             folder, self.model, jobs=1, on_save=lambda r: print("saved", r.step, flush=True)
         )
 
-    def write_when_told(self, *given: Any, **options: Any) -> Any:
+    def write_when_allowed(self, *args: Any, **options: Any) -> Any:
         if not self.go.wait(60):
-            raise RuntimeError("nobody opened the gate")
-        return WRITE(*given, **options)
+            raise RuntimeError("the writer was not released within 60 seconds")
+        return WRITE(*args, **options)
 
     def interrupt(self, lock: Any) -> None:
         parallel.pause = PAUSE
@@ -54,7 +54,7 @@ class Program:
         self.checkpointer.save(step)
 
     def signal_at_exit(self) -> None:
-        """Come when the main thread has ended and the interpreter waits for the writer."""
+        """Send the signal after the main thread has ended, while the interpreter waits for the writer."""
         while threading.main_thread().is_alive():
             time.sleep(0.01)
         time.sleep(0.2)
@@ -75,7 +75,7 @@ class Program:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if self.kind in ("saves", "flag"):
             signal.signal(SIGNALS[self.kind], self.handle)
-        StepStore.publishing = lambda *given, **options: self.write_when_told(*given, **options)
+        StepStore.publishing = lambda *args, **options: self.write_when_allowed(*args, **options)
         self.save(1)
         parallel.pause = self.interrupt
         if self.where == "exit":

@@ -17,7 +17,7 @@ KINDS = ("plain", "trainer", "lightning", "transformers")
 
 
 def batch_of(step: int) -> torch.Tensor:
-    """Make the batch of a step."""
+    """Return the batch of a step."""
     return torch.randn(8, 64, generator=torch.Generator().manual_seed(step))
 
 
@@ -27,7 +27,7 @@ def loss_of(model: Any, batch: torch.Tensor) -> torch.Tensor:
 
 
 def network(dropout: float = 0.1) -> torch.nn.Module:
-    """Make the model, with the same values in each process."""
+    """Build the model, with the same values in each process."""
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Dropout(dropout), torch.nn.Linear(64, 64))
 
@@ -140,7 +140,7 @@ def lightning(folder: Path) -> tuple[int, Any, Any]:
 
 
 def main() -> None:
-    """Train, and write what came of it."""
+    """Train, and write the result."""
     folder = Path(sys.argv[2])
     folder.mkdir(parents=True, exist_ok=True)
     train = dict(zip(KINDS, (plain, trainer, lightning, transformers_alone), strict=True))[sys.argv[1]]

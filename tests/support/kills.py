@@ -1,4 +1,4 @@
-"""Jobs that are killed in the midst of their work, and waiting for what they have done, not by the clock."""
+"""Kill jobs in the middle of their work, at times that follow their progress instead of the clock."""
 
 import mmap
 import os
@@ -15,13 +15,13 @@ import torch
 
 from tests.support.checkpointer_support import in_child
 
-LONGEST: Final = 60.0  # seconds; it has ended by then
-CALLS: Final = ("replace", "link", "mkdir", "fsync", "unlink")  # what changes a folder, and what comes before
-PATIENCE: Final = 600.0  # seconds for a job to get on, on a machine that has much else to do
+LONGEST: Final = 60.0  # seconds after which a process has certainly ended
+CALLS: Final = ("replace", "link", "mkdir", "fsync", "unlink")  # calls that change a folder, or precede one
+PATIENCE: Final = 600.0  # seconds for the progress of a job on a busy machine
 
 
 def let_run(pid: int, seconds: float) -> None:
-    """Wait until a process has used so many more CPU seconds; where nobody counts them, by the clock."""
+    """Wait until a process has used more CPU seconds; without /proc/self/schedstat, wait by the clock."""
     if not Path("/proc/self/schedstat").exists():
         time.sleep(seconds)
         return
@@ -31,7 +31,7 @@ def let_run(pid: int, seconds: float) -> None:
 
 
 def _cpu_seconds(pid: int) -> float:
-    """Sum up the threads of a process."""
+    """Return the CPU seconds of all threads of a process."""
     total = 0
     for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
         try:
@@ -42,7 +42,7 @@ def _cpu_seconds(pid: int) -> float:
 
 
 class Reported:
-    """The last step that a job said was saved, in memory that outlives it; and how many jobs have begun."""
+    """Shared memory that outlives jobs: the last step reported as saved, and the number of jobs begun."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, 16)
@@ -74,7 +74,7 @@ def forked(job: Job, reported: Reported, rank: int) -> int:
     if child == 0:
         try:
             warnings.simplefilter("ignore")
-            torch.set_num_threads(1)  # those of the parent did not come along
+            torch.set_num_threads(1)  # a fork does not copy the threads of its parent
             job(reported, rank)
         except BaseException:
             traceback.print_exc()
@@ -86,14 +86,14 @@ def forked(job: Job, reported: Reported, rank: int) -> int:
 def kill_again_and_again(
     job: Job, check: Callable[[int], None], n_kills: int, longest: float, n_ranks: int = 1
 ) -> None:
-    """Start a job that never ends, let it save up to two steps, kill it in the midst of the next, and check.
+    """Start an endless job, let it save up to two steps, kill it during the next one, check, and repeat.
 
     Args:
-        job: saves step by step from where it finds itself; is told its rank.
-        check: is told the last step that was reported.
-        n_kills: how often.
-        longest: seconds into the next step.
-        n_ranks: processes of the job; they are killed one shortly after another.
+        job: resumes from what the folder has and saves step after step; gets the shared memory and its rank.
+        check: called with the last reported step.
+        n_kills: number of repetitions.
+        longest: maximum number of seconds before a kill.
+        n_ranks: number of processes of the job; they are killed shortly after each other.
     """
     rng, reported = random.Random(0), Reported()
     steps = set()
@@ -108,15 +108,15 @@ def kill_again_and_again(
             os.kill(child, signal.SIGKILL)
             time.sleep(rng.choice([0, 0.01]) if n_ranks > 1 else 0)
         codes = {os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children}
-        assert codes == {-signal.SIGKILL}, "it ended by itself"
-        assert reported.step >= goal, "it did not get on"
+        assert codes == {-signal.SIGKILL}, "the job ended before it was killed"
+        assert reported.step >= goal, "the job did not save the expected steps in time"
         steps.add(reported.step)
         check(reported.step)
     assert len(steps) > n_kills // 2
 
 
 def killed_after(n_calls: int, work: Callable[[], object]) -> bool:
-    """Kill a child process running `work` after `n_calls` of CALLS; False if it ended before."""
+    """Kill a child process that runs `work` after `n_calls` of CALLS; return False if it ended before."""
 
     def run() -> None:
         n_left = n_calls

@@ -1,8 +1,8 @@
-"""Mutants of right files with fitting checksums, so that every parser and decoder behind one is reached.
+"""Mutants of valid files with valid checksums, which reach the parsers and decoders behind the checks.
 
-A file is taken apart into the pieces of `spec_files`, changed, and put together again: lengths, offsets,
-dtypes and shapes of the index, checksums of headers, of stored chunks, of base codes and of what the chunks
-decode to, content ids and the digest of the index are those of the changed pieces.
+A file is split into the pieces of `spec_files`, changed, and reassembled. All that depends on the pieces is
+computed anew: lengths, offsets, dtypes and shapes in the index, checksums of headers, stored chunks, base
+codes and decoded chunks, content ids and the digest of the index.
 """
 
 import contextlib
@@ -29,8 +29,8 @@ from ckptz.format.sources import PATTERN_TYPES
 from ckptz.store.resolve import Checkpoint, open_checkpoint
 from tests.support.spec_files import File, Frame, Json, plain_file
 
-MAX_BYTES = 1 << 20  # decoded of one tensor: what a reader of mutants allows
-ROUNDS = 3  # of fitting: a tensor, one that its contexts name, and one that those name
+MAX_BYTES = 1 << 20  # decoded size of a tensor that a reader of mutants decodes
+ROUNDS = 3  # of fitting checksums: a tensor, one that its contexts name, and one that those name
 Rng = np.random.Generator
 
 
@@ -51,11 +51,11 @@ class Plain:
 Member = File | Plain
 
 
-# --- apart --------------------------------------------------------------------------------------
+# --- splitting ----------------------------------------------------------------------------------
 
 
 def frame_of(data: bytes) -> Frame:
-    """A frame of one chunk or none; other frames raise ValueError."""
+    """Parse a frame of at most one chunk; other frames raise ValueError."""
     length = int.from_bytes(data[:4], "little")
     header = FrameHeader.parse(data[:length])
     if len(header.chunks) > 1:
@@ -79,7 +79,7 @@ def frame_of(data: bytes) -> Frame:
 
 
 def file_of(data: bytes) -> Member:
-    """A file in pieces."""
+    """Split a file into its pieces."""
     at = 8 + int.from_bytes(data[:8], "little")
     rows = json.loads(data[8:at])
     if (rows.get("__metadata__") or {}).get("ckptz.format") != "ckptz":
@@ -93,7 +93,7 @@ def file_of(data: bytes) -> Member:
     if any("group" in entry for entry in entries):
         raise ValueError("tensors that share a frame are not taken apart")
     names = [entry["name"] for entry in entries]
-    known = {key: value for key, value in index.items() if key not in ("content_id", "writer")}
+    index_fields = {key: value for key, value in index.items() if key not in ("content_id", "writer")}
     return File(
         {name: frame_of(parts[name]) for name in names},
         inline=[
@@ -101,22 +101,22 @@ def file_of(data: bytes) -> Member:
             for i, base in enumerate(inline, 1)
         ],
         features=metadata["ckptz.required_features"],
-        index=known,
+        index=index_fields,
         optional={n.removeprefix(OPTIONAL_PREFIX): d for n, d in parts.items() if OPTIONAL_PREFIX in n},
     )
 
 
 def frames_of(chain: Sequence[Member]) -> list[Frame]:
-    """Every frame of a chain, inline ones too."""
+    """List all frames of a chain, including those of inline bases."""
     levels = [level for file in chain if isinstance(file, File) for level in (file.frames, *file.inline)]
     return [frame for level in levels for frame in level.values()]
 
 
-# --- changed ------------------------------------------------------------------------------------
+# --- changing -----------------------------------------------------------------------------------
 
 
 def changed_bytes(data: bytes, rng: Rng) -> bytes:
-    """One to three edits: a byte set or moved by one, a bit flipped, bytes put in, taken out or doubled."""
+    """Make one to three edits: bytes set, changed by one, inserted, deleted or repeated, or a bit flipped."""
     out = bytearray(data)
     for _ in range(int(rng.integers(1, 4))):
         at, kind = int(rng.integers(0, len(out) + 1)), int(rng.integers(0, 7))
@@ -138,7 +138,7 @@ def changed_bytes(data: bytes, rng: Rng) -> bytes:
 
 
 def change_frame(frame: Frame, rng: Rng, pool: Sequence[Frame]) -> None:
-    """One edit of a frame's plan or streams."""
+    """Make one edit of a frame's plan or streams."""
     streams, kind = list(frame.streams), int(rng.integers(0, 10))
     other = pool[int(rng.integers(0, len(pool)))]
     i = int(rng.integers(0, max(len(streams), 1)))
@@ -158,7 +158,7 @@ def change_frame(frame: Frame, rng: Rng, pool: Sequence[Frame]) -> None:
 
 
 def change_plain(file: Plain, rng: Rng) -> None:
-    """Another value, or another type or shape for the same bytes."""
+    """Change a value, or the dtype and shape of a tensor with the same bytes."""
     if file.data and rng.random() < 0.5:
         at = int(rng.integers(0, len(file.data)))
         file.data = file.data[:at] + rng.bytes(1) + file.data[at + 1 :]
@@ -170,16 +170,16 @@ def change_plain(file: Plain, rng: Rng) -> None:
 
 
 def mutant(chain: Sequence[Member], rng: Rng, pool: Sequence[Frame]) -> list[Member]:
-    """A copy of a chain with one to three edits, its checksums not yet fitted."""
-    made = [_copy(file) for file in chain]
+    """Copy a chain with one to three edits; its checksums are not yet fitted."""
+    members = [_copy(file) for file in chain]
     for _ in range(int(rng.choice((1, 1, 1, 2, 3)))):
-        file = made[int(rng.integers(0, len(made)))]
+        file = members[int(rng.integers(0, len(members)))]
         frames = frames_of([file])
         if isinstance(file, Plain):
             change_plain(file, rng)
         elif frames:
             change_frame(frames[int(rng.integers(0, len(frames)))], rng, pool)
-    return made
+    return members
 
 
 def _copy(file: Member) -> Member:
@@ -189,31 +189,31 @@ def _copy(file: Member) -> Member:
     return dataclasses.replace(file, frames=levels[0], inline=levels[1:], index=dict(file.index))
 
 
-# --- fitted -------------------------------------------------------------------------------------
+# --- fitting ------------------------------------------------------------------------------------
 
 
 def fit_header(frame: Frame) -> None:
-    """What the index says of a frame is what its plan says, where it says something."""
+    """Set dtype, shape and base codes of the index entry as the plan says, if the plan is valid."""
     if frame.n_chunks == 0:
         frame.decoded_checksum = 0
     with contextlib.suppress(CkptzError):
         header = frame.parse()
         frame.dtype, frame.shape = header.dtype.name, header.shape
         frame.base_codes = (frame.base_codes or 0) if header.plan.reads_base_codes else None
-    with contextlib.suppress(CkptzError):  # the record of base codes came or went
+    with contextlib.suppress(CkptzError):  # the checksum of base codes was added or removed
         header = frame.parse()
         frame.dtype, frame.shape = header.dtype.name, header.shape
 
 
 def fit_base(file: Member, base: Member | None) -> None:
-    """A delta names the base that it has now."""
+    """Set the content id of a delta's base to that of the changed base."""
     if isinstance(file, File) and base is not None and file.index.get("base"):
         with contextlib.suppress(CkptzError):
             file.index["base"] = {**file.index["base"], "content_id": base.content_id()}
 
 
 def write(chain: Sequence[Member], names: Sequence[str], folder: Path) -> Path:
-    """The chain as files; the path of the first."""
+    """Write a chain as files, and return the path of the first."""
     for base, file in itertools.pairwise([*reversed(chain), None]):
         if file is not None and base is not None:
             fit_base(file, base)
@@ -223,20 +223,20 @@ def write(chain: Sequence[Member], names: Sequence[str], folder: Path) -> Path:
 
 
 def fit(chain: Sequence[Member], names: Sequence[str], folder: Path) -> Path:
-    """Fit all checksums of a mutant and write it; what cannot be decoded keeps wrong ones."""
+    """Fit all checksums of a mutant and write it; frames that cannot be decoded keep wrong checksums."""
     for frame in frames_of(chain):
         fit_header(frame)
     for level in range(len(chain) - 1, -1, -1):
         for _ in range(ROUNDS):
             path = write(chain[level:], names[level:], folder)
             file = chain[level]
-            if isinstance(file, Plain) or not _fitted(file, path):
+            if isinstance(file, Plain) or not _fit_frames(file, path):
                 break
     return write(chain, names, folder)
 
 
-def _fitted(file: File, path: Path) -> bool:
-    """Take over the checksums that frames should have had; whether one changed."""
+def _fit_frames(file: File, path: Path) -> bool:
+    """Compute the checksums of all frames anew, and return whether one changed."""
     try:
         checkpoint = open_checkpoint(path)
     except CkptzError:
@@ -253,16 +253,16 @@ def _fitted(file: File, path: Path) -> bool:
 
 
 def _fit_frame(frame: Frame, source: FrameSource) -> bool:
-    before = frame.base_codes, frame.decoded_checksum
+    previous = frame.base_codes, frame.decoded_checksum
     n_patterns = source.dtype.n_patterns(source.shape)
     with contextlib.suppress(CkptzError):
         if source.header.chunks and n_patterns * source.dtype.pattern_bytes <= MAX_BYTES:
             _fit_base_codes(frame, source, n_patterns)
             out = np.zeros(n_patterns, PATTERN_TYPES[source.dtype.pattern_bytes])
-            with contextlib.suppress(CkptzError):  # what it decodes to is in `out` all the same
+            with contextlib.suppress(CkptzError):  # `out` has the decoded bytes even if the checksum is wrong
                 source.decode_chunk(0, out)
             frame.decoded_checksum = xxh64(out)
-    return before != (frame.base_codes, frame.decoded_checksum)
+    return previous != (frame.base_codes, frame.decoded_checksum)
 
 
 def _fit_base_codes(frame: Frame, source: FrameSource, n_patterns: int) -> None:
@@ -273,10 +273,10 @@ def _fit_base_codes(frame: Frame, source: FrameSource, n_patterns: int) -> None:
         frame.base_codes = 0 if codes is None else xxh64(codes)
 
 
-# --- read ---------------------------------------------------------------------------------------
+# --- reading ------------------------------------------------------------------------------------
 
 
 def is_small(checkpoint: Checkpoint) -> bool:
-    """Whether every tensor is one that a reader of mutants decodes."""
+    """Return whether every tensor is small enough for the readers of mutants."""
     sizes = [s.dtype.n_patterns(s.shape) * s.dtype.pattern_bytes for s in checkpoint.tensors.values()]
     return max(sizes, default=0) <= MAX_BYTES and sum(sizes) <= 4 * MAX_BYTES

@@ -1,8 +1,8 @@
-"""Several ranks; `test_ranks.py` starts them and reads what they say.
+"""Ranks of a distributed run; `test_ranks.py` starts them and reads the JSON that each scenario returns.
 
     python -m tests.support.ranks_worker PLAY FOLDER
 
-Scenarios of two ranks are run by ranks 0 and 1 of four, in groups of their own.
+Scenarios of two ranks run on ranks 0 and 1 of four, in process groups of two.
 """
 
 import json
@@ -45,7 +45,7 @@ from ckptz.format.sources import SourceOf
 from ckptz.integrations import dcp_write
 from ckptz.integrations.dcp import ChainOptions, CkptzStorageReader, CkptzStorageWriter, latest
 
-WAIT = timedelta(minutes=5)  # on a machine with other work to do
+WAIT = timedelta(minutes=5)  # for a machine that is busy with other work
 TIMEOUT = timedelta(seconds=120)
 SHORT = timedelta(seconds=30)
 KMEANS = ChainOptions(config=KMeans(levels=16), jobs=1)
@@ -56,15 +56,15 @@ N_INTERRUPTS = 12
 SIZES = {"wide": (70, 96), "narrow": (96, 50), "odd": (7, 640), "small": (9, 5), "line": (333,)}
 
 
-def whole(step: int = 0) -> dict[str, torch.Tensor]:
-    """The same tensors on every rank."""
+def all_tensors(step: int = 0) -> dict[str, torch.Tensor]:
+    """Return the unsharded tensors of a step, the same on every rank."""
     generator = torch.Generator().manual_seed(3)
     state = {name: torch.randn(shape, generator=generator) for name, shape in SIZES.items()}
     return {name: tensor + 1e-3 * step * tensor.roll(1) for name, tensor in state.items()}
 
 
 def sharded(state: dict[str, torch.Tensor], n_ranks: int) -> dict[str, Any]:
-    """The state as DTensors, some by rows and some by columns, not all evenly."""
+    """Return the state as DTensors, sharded by rows or columns, some unevenly."""
     mesh = init_device_mesh("cpu", (n_ranks,))
     places = {"narrow": Shard(1)}
     return {name: distribute_tensor(t, mesh, [places.get(name, Shard(0))]) for name, t in state.items()}
@@ -74,44 +74,44 @@ def full(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in state.items()}
 
 
-def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
-    return found.keys() == wanted.keys() and all(torch.equal(found[n], t) for n, t in wanted.items())
+def same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return actual.keys() == expected.keys() and all(torch.equal(actual[n], t) for n, t in expected.items())
 
 
 # --- scenarios ----------------------------------------------------------------------------------------
 
 
 def save_states(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
-    """Two steps of each method; the second is a delta."""
+    """Save two steps with each method; the second is a delta."""
     for name, options in (("lossless", LOSSLESS), ("kmeans", KMEANS), ("grid", GRID)):
         for step in (0, 1):
             base = folder / f"{name}-{n_ranks}-0" if step else None
             writer = CkptzStorageWriter(
                 folder / f"{name}-{n_ranks}-{step}", options=options, base=base, timeout=TIMEOUT
             )
-            dcp.save({**sharded(whole(step), n_ranks), "step": step}, storage_writer=writer)
+            dcp.save({**sharded(all_tensors(step), n_ranks), "step": step}, storage_writer=writer)
     return {}
 
 
 def load_states(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
-    """What the other number of ranks saved, and what a single process made of the unsharded state."""
-    found: dict[str, Any] = {}
+    """Compare what the other number of ranks saved with what one process made of the unsharded state."""
+    is_same: dict[str, Any] = {}
     for name in ("lossless", "kmeans"):
         for step in (0, 1):
-            empty = {key: torch.zeros_like(tensor) for key, tensor in whole().items()}
+            empty = {key: torch.zeros_like(tensor) for key, tensor in all_tensors().items()}
             state = {**sharded(empty, n_ranks), "step": -1}
             reader = CkptzStorageReader(folder / f"{name}-{6 - n_ranks}-{step}", jobs=1)
             dcp.load(state, storage_reader=reader)
-            found[f"{name} {step}"] = state.pop("step") == step and same(
+            is_same[f"{name} {step}"] = state.pop("step") == step and same(
                 full(state), torch.load(folder / f"{name}-{step}.pt")
             )
-    return found
+    return is_same
 
 
 def load_grids(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
-    """What the other number of ranks saved on grids, which differ between shards."""
+    """Load what the other number of ranks saved on grids, whose steps differ between shards, and keep it."""
     for step in (0, 1):
-        state = sharded({key: torch.zeros_like(tensor) for key, tensor in whole().items()}, n_ranks)
+        state = sharded({key: torch.zeros_like(tensor) for key, tensor in all_tensors().items()}, n_ranks)
         dcp.load(state, storage_reader=CkptzStorageReader(folder / f"grid-{6 - n_ranks}-{step}", jobs=1))
         joined = full(state)
         if rank == 0:
@@ -144,7 +144,7 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 class Training(Stateful):
-    """A model and its optimizer by names that do not depend on the number of ranks."""
+    """A model and its optimizer, by names that do not depend on the number of ranks."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
@@ -164,7 +164,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def fsdp_saves(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
-    """A run of FSDP2 that is saved at every step, in the background, and compared with its own end."""
+    """Train with FSDP2 and save every step in the background; keep the last weights and moments."""
     model, optimizer = a_model(n_ranks)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     group = dist.new_group(backend="gloo", timeout=TIMEOUT)
@@ -183,7 +183,7 @@ def fsdp_saves(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
         )
     saving.result()
     saved, state = weights(model), optimizer.state_dict()["state"]
-    moments = {str(i): full(dict(one)) for i, one in state.items()}
+    moments = {str(i): full(dict(tensors)) for i, tensors in state.items()}
     if rank == 0:
         torch.save((saved, moments), folder / "fsdp.pt")
     return {
@@ -193,15 +193,15 @@ def fsdp_saves(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
 
 
 def fsdp_resumes(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
-    """The same on another number of ranks; the next step is a full file, for the layout is another."""
+    """Resume on another number of ranks, and save a step, which is a full file because the layout differs."""
     model, optimizer = a_model(n_ranks)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     state: dict[str, Any] = {"training": Training(model, optimizer), "scheduler": scheduler, "step": -1}
     dcp.load(state, checkpoint_id=latest(folder / "fsdp"), storage_reader=CkptzStorageReader(jobs=1))
     saved, moments = torch.load(folder / "fsdp.pt")
-    found = optimizer.state_dict()["state"]
+    restored = optimizer.state_dict()["state"]
     is_same = same(weights(model), saved) and all(
-        same(full(dict(found[int(i)])), one) for i, one in moments.items()
+        same(full(dict(restored[int(i)])), tensors) for i, tensors in moments.items()
     )
     train(model, optimizer, range(4, 5))
     writer = CkptzStorageWriter(options=LOSSLESS, keep_last=2, timeout=TIMEOUT)
@@ -216,9 +216,9 @@ def fsdp_resumes(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
 
 
 def moved_shards(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
-    """A run whose gradients are noise; the second rank's part is put back before the second save.
+    """Train on noise; rank 1's weight is set back near its value at the first save before the second save.
 
-    The last save but one follows a restart at once, the last one after training.
+    The save of step 31 follows a restart at once, that of step 46 follows training.
     """
     torch.manual_seed(4)
     mesh = init_device_mesh("cpu", (n_ranks,))
@@ -226,14 +226,14 @@ def moved_shards(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=0)
     generator = torch.Generator().manual_seed(rank)
     [weight, _] = model.parameters()
-    writer, shares = CkptzStorageWriter(options=MOVING, timeout=TIMEOUT), {}
+    writer, moved_by_step = CkptzStorageWriter(options=MOVING, timeout=TIMEOUT), {}
 
     def save(step: int) -> None:
         state = {"training": Training(model, optimizer), "step": step}
         dcp.save(state, checkpoint_id=folder / f"moved/step-{step}", storage_writer=writer)
         [path] = (folder / f"moved/step-{step}").glob(f"shard-{rank:05d}-*.ckptz")
         lossy = {tensor.name: tensor.lossy for tensor in inspect(path).tensors}
-        shares[step] = {n: one.settings.get("moved") if one else "exact" for n, one in lossy.items()}
+        moved_by_step[step] = {n: r.settings.get("moved") if r else "exact" for n, r in lossy.items()}
 
     def train_on_noise() -> None:
         for _ in range(15):
@@ -244,10 +244,12 @@ def moved_shards(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
 
     train_on_noise()
     save(15)
-    before = weight.detach().to_local().clone()
+    first_weight = weight.detach().to_local().clone()
     train_on_noise()
     if rank == 1:
-        weight.detach().to_local().copy_(before + 0.01 * torch.randn(before.shape, generator=generator))
+        weight.detach().to_local().copy_(
+            first_weight + 0.01 * torch.randn(first_weight.shape, generator=generator)
+        )
     save(30)
     writer = CkptzStorageWriter(options=MOVING, timeout=TIMEOUT)
     state = {"training": Training(model, optimizer), "step": -1}
@@ -256,12 +258,12 @@ def moved_shards(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
     save(31)
     train_on_noise()
     save(46)
-    return shares
+    return moved_by_step
 
 
 def disagreements(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
-    """Ranks whose states differ in a dtype, and in names; the folder is no checkpoint after it."""
-    found: dict[str, Any] = {}
+    """Save states that differ between ranks in a dtype and in a name, and return the errors."""
+    errors: dict[str, Any] = {}
     mesh = init_device_mesh("cpu", (n_ranks,))
     other = torch.bfloat16 if rank == 1 else torch.float32
     tensors = {
@@ -272,13 +274,13 @@ def disagreements(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
         try:
             dcp.save(state, storage_writer=CkptzStorageWriter(folder / name, options=LOSSLESS))
         except CheckpointException as error:
-            found[name] = f"{type(error).__name__}: {error}"
-    return found
+            errors[name] = f"{type(error).__name__}: {error}"
+    return errors
 
 
 def a_failing_rank(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
-    """One rank cannot read its tensor: all say so, none waits."""
-    state, found = sharded(whole(), n_ranks), dict[str, Any]()
+    """Save while rank 1 cannot read a tensor, and return each rank's error and the seconds until then."""
+    state, errors = sharded(all_tensors(), n_ranks), dict[str, Any]()
     if rank == 1:
         dcp_write.Gathered = _Failing
     try:
@@ -288,10 +290,10 @@ def a_failing_rank(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
             try:
                 dcp.save(state, storage_writer=writer)
             except CheckpointException as error:
-                found[name] = {"error": str(error), "seconds": time.monotonic() - start}
+                errors[name] = {"error": str(error), "seconds": time.monotonic() - start}
     finally:
         dcp_write.Gathered = _Gathered
-    return found
+    return errors
 
 
 _Gathered = dcp_write.Gathered
@@ -310,38 +312,42 @@ class _Unreadable(SourceOf):
 
 
 def interrupted_saves(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
-    """Ctrl-C meets the last rank at random times of its part of a save; the next save is left alone."""
-    found, generator = dict[str, Any](), random.Random(0)
+    """Interrupt the last rank at random times of its part of a save, and save again without an interrupt."""
+    results, generator = dict[str, Any](), random.Random(0)
     for name, options in (("kmeans", KMEANS), ("grid", MOVING), ("lossless", LOSSLESS)):
         writer = CkptzStorageWriter(options=options, timeout=SHORT)
         ends, seconds, pause = list[str](), list[float](), 0.1
         for number in range(N_INTERRUPTS):
-            at = folder / "interrupted" / name / str(number)
-            delay = generator.uniform(0, 1.1 * pause) if number else 1e-4  # the first interrupts in any case
+            folder_of_save = folder / "interrupted" / name / str(number)
+            delay = (
+                generator.uniform(0, 1.1 * pause) if number else 1e-4
+            )  # the first always interrupts the save
             start = time.monotonic()
-            ends.append(_interrupted_save(at, writer, n_ranks, delay if rank == n_ranks - 1 else None))
+            ends.append(
+                _interrupted_save(folder_of_save, writer, n_ranks, delay if rank == n_ranks - 1 else None)
+            )
             seconds.append(time.monotonic() - start)
             start = time.monotonic()
-            dcp.save(sharded(whole(), n_ranks), checkpoint_id=at, storage_writer=writer)
+            dcp.save(sharded(all_tensors(), n_ranks), checkpoint_id=folder_of_save, storage_writer=writer)
             pause = time.monotonic() - start
-        loaded: dict[str, Any] = {key: torch.zeros_like(tensor) for key, tensor in whole().items()}
+        loaded: dict[str, Any] = {key: torch.zeros_like(tensor) for key, tensor in all_tensors().items()}
         loaded = sharded(loaded, n_ranks)
-        dcp.load(loaded, storage_reader=CkptzStorageReader(at, jobs=1))
-        found[name] = {
+        dcp.load(loaded, storage_reader=CkptzStorageReader(folder_of_save, jobs=1))
+        results[name] = {
             "ends": [end.strip().rpartition("\n")[2] for end in ends],
             "seconds": max(seconds),
-            "same": same(full(loaded), whole()),
+            "same": same(full(loaded), all_tensors()),
         }
-    return found
+    return results
 
 
-def _interrupted_save(at: Path, writer: CkptzStorageWriter, n_ranks: int, delay: float | None) -> str:
-    """Save while a signal meets this rank after a delay, if there is one; return the error's text."""
+def _interrupted_save(path: Path, writer: CkptzStorageWriter, n_ranks: int, delay: float | None) -> str:
+    """Save, with an interrupt of this rank after `delay` seconds unless None; return the error's text."""
     write = CkptzStorageWriter.write_data
     if delay is not None:
-        CkptzStorageWriter.write_data = lambda *given: _interrupted(delay, write, *given)
+        CkptzStorageWriter.write_data = lambda *args: _interrupted(delay, write, *args)
     try:
-        dcp.save(sharded(whole(), n_ranks), checkpoint_id=at, storage_writer=writer)
+        dcp.save(sharded(all_tensors(), n_ranks), checkpoint_id=path, storage_writer=writer)
     except CheckpointException as error:
         return str(error)
     finally:
@@ -349,8 +355,8 @@ def _interrupted_save(at: Path, writer: CkptzStorageWriter, n_ranks: int, delay:
     return ""
 
 
-def _interrupted(delay: float, call: Callable[..., Any], *given: Any) -> Any:
-    """Make a call that a signal meets after a delay, if it has not ended by then."""
+def _interrupted(delay: float, call: Callable[..., Any], *args: Any) -> Any:
+    """Make a call, and interrupt it after `delay` seconds if it takes longer."""
     is_armed = [True]
 
     def interrupt(number: int, frame: object) -> None:
@@ -361,15 +367,15 @@ def _interrupted(delay: float, call: Callable[..., Any], *given: Any) -> Any:
     signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, max(delay, 1e-6))
     try:
-        return call(*given)
+        return call(*args)
     finally:
         is_armed.clear()
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def saves_beside_training(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
-    """Fifty saves with merged histograms while the ranks run collectives of their own."""
-    state = sharded(whole(), n_ranks)
+    """Save fifty steps with merged histograms while the ranks run other collectives."""
+    state = sharded(all_tensors(), n_ranks)
     group = dist.new_group(backend="gloo", timeout=TIMEOUT)
     writer = CkptzStorageWriter(options=KMEANS, keep_last=1, group=group)
     n_reduced = 0
@@ -377,9 +383,9 @@ def saves_beside_training(folder: Path, rank: int, n_ranks: int) -> dict[str, An
     for step in range(50):
         if saving is not None:
             saving.result()
-        place = folder / "busy" / f"step-{step}"
-        saving = dcp.async_save(state, checkpoint_id=place, storage_writer=writer, process_group=group)
-        for _ in range(1 + (step * (rank + 1)) % 3):  # ranks come late by turns
+        path = folder / "busy" / f"step-{step}"
+        saving = dcp.async_save(state, checkpoint_id=path, storage_writer=writer, process_group=group)
+        for _ in range(1 + (step * (rank + 1)) % 3):  # a different rank is late at each step
             time.sleep(0.001)
         for _ in range(3):
             dist.all_reduce(torch.ones(64))
@@ -389,16 +395,16 @@ def saves_beside_training(folder: Path, rank: int, n_ranks: int) -> dict[str, An
 
 
 def a_lost_rank(run: Path, steps: Sequence[int], n_ranks: int, timeout: timedelta) -> dict[str, Any]:
-    """Save steps, the last of which fails; what the error says, and what is there."""
-    state = sharded(whole(), n_ranks)
+    """Save steps, the last of which fails, and return its error, its seconds and the newest step."""
+    state = sharded(all_tensors(), n_ranks)
     group = dist.new_group(backend="gloo", timeout=timeout)
     writer = CkptzStorageWriter(options=KMEANS, keep_last=3, group=group)
     start = time.monotonic()
     try:
         for step in steps:
             start = time.monotonic()
-            place = run / f"step-{step}"
-            dcp.save(state, checkpoint_id=place, storage_writer=writer, process_group=group)
+            path = run / f"step-{step}"
+            dcp.save(state, checkpoint_id=path, storage_writer=writer, process_group=group)
             if dist.get_rank() == n_ranks - 1:
                 dcp_write.write_index = dcp_write.merged_guides = _die
     except (CheckpointException, RuntimeError) as error:
@@ -407,14 +413,14 @@ def a_lost_rank(run: Path, steps: Sequence[int], n_ranks: int, timeout: timedelt
 
 
 def killed(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
-    """The last rank dies in the midst of the second save."""
+    """Kill the last rank during the second save."""
     return a_lost_rank(folder / "killed", (1, 2), n_ranks, SHORT)
 
 
 def hung(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
-    """The last rank lives, and does not come to the save."""
+    """Let the last rank sleep instead of joining the save."""
     if rank == n_ranks - 1:
-        sharded(whole(), n_ranks)
+        sharded(all_tensors(), n_ranks)
         dist.new_group(backend="gloo", timeout=timedelta(seconds=5))
         time.sleep(60)
         return {}
@@ -426,9 +432,9 @@ def _die(*_: object) -> None:
 
 
 def titan(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, n_ranks: int) -> dict[str, Any]:
-    """A state in the shape that torchtitan saves: names of parameters on top, an optimizer by their names.
+    """Return a state as torchtitan saves it: parameters by name at the top, an optimizer by their names.
 
-    Its data loader is a pickle in bytes, one for each rank.
+    The state of the data loader is a pickle in bytes for each rank.
     """
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     return {
@@ -442,7 +448,7 @@ def titan(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, n_ranks
 
 
 def titan_saves(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
-    """Plain folders of two steps, and the weights after one more."""
+    """Save two steps with torch's own writer, and keep the weights after one more."""
     model, optimizer = a_model(n_ranks)
     for step in (1, 2):
         train(model, optimizer, range(step, step + 1))
@@ -455,7 +461,7 @@ def titan_saves(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
 
 
 def titan_resumes(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
-    """The plain reader of torch takes what was restored, on any number of ranks."""
+    """Load a restored folder with torch's own reader, train a step, and compare the weights."""
     model, optimizer = a_model(n_ranks)
     state = titan(model, optimizer, 0, 0)
     state["dataloader"] |= {f"dp_rank_{i}": b"" for i in range(2)}
@@ -464,9 +470,9 @@ def titan_resumes(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
     set_model_state_dict(model, {n: state[n] for n in get_model_state_dict(model)})
     set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
     train(model, optimizer, range(3, 4))
-    after = weights(model)
-    wanted = torch.load(folder / "titan.pt")
-    worst = max((after[n] - t).abs().max().item() for n, t in wanted.items())
+    trained = weights(model)
+    expected = torch.load(folder / "titan.pt")
+    worst = max((trained[n] - t).abs().max().item() for n, t in expected.items())
     loader = [pickle.loads(state["dataloader"][f"dp_rank_{i}"]) for i in range(2)]
     return {"worst": worst, "step": int(state["train_state"]["step"]), "loader": loader} | state[
         "lr_scheduler"
@@ -474,7 +480,7 @@ def titan_resumes(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
 
 
 def two_dimensional_model(mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Layers that are split over columns and rows, and over data ranks, there not all evenly."""
+    """Build a model with tensor-parallel layers, sharded over data ranks, some unevenly."""
     torch.manual_seed(4)
     model = nn.Sequential(nn.Linear(18, 32), nn.GELU(), nn.Linear(32, 18), nn.LayerNorm(18))
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
@@ -483,7 +489,7 @@ def two_dimensional_model(mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.Opti
 
 
 def sharded_runs(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
-    """Runs of one and of two dimensions; of each the full state, as rank 0 knows it from collectives."""
+    """Save runs with one- and two-dimensional meshes, and the gathered state of each from collectives."""
     placements = (
         *((Shard(0), Shard(0)), (Shard(0), Shard(1)), (Shard(1), Shard(0))),
         *((Replicate(), Shard(1)), (Shard(0), Replicate()), (Replicate(), Replicate())),
@@ -499,11 +505,13 @@ def sharded_runs(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
                 optimizer.step()
                 table: dict[str, Any] = {}
                 for number, pair in enumerate(placements):
-                    two = {n: tensor for n, tensor in whole(step).items() if tensor.ndim == len(pair)}
-                    table |= {f"{n} {number}": distribute_tensor(t, mesh, pair) for n, t in two.items()}
+                    matrices = {
+                        n: tensor for n, tensor in all_tensors(step).items() if tensor.ndim == len(pair)
+                    }
+                    table |= {f"{n} {number}": distribute_tensor(t, mesh, pair) for n, t in matrices.items()}
                 state = {"training": Training(model, optimizer), "table": table, "step": step}
-                place = folder / f"{name}-{n_ranks}-{method}" / f"step-{step}"
-                dcp.save(state, checkpoint_id=place, storage_writer=writer)
+                path = folder / f"{name}-{n_ranks}-{method}" / f"step-{step}"
+                dcp.save(state, checkpoint_id=path, storage_writer=writer)
             flat, _ = flatten_state_dict(
                 {"training": Training(model, optimizer).state_dict(), "table": table}
             )
@@ -513,7 +521,7 @@ def sharded_runs(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
     return {}
 
 
-# --- running them ---------------------------------------------------------------------------------------
+# --- starting the ranks ---------------------------------------------------------------------------------
 
 Scenario = Callable[[Path, int, int], dict[str, Any]]
 PLAYS: dict[str, tuple[tuple[Scenario, int], ...]] = {
@@ -539,22 +547,22 @@ def run_rank(play: str, rank: int, folder: Path) -> None:
         store = dist.FileStore(str(folder / f"store-{play}-{number}"), n_ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=n_ranks, timeout=WAIT)
         try:
-            said = scenario(folder, rank, n_ranks)
+            result = scenario(folder, rank, n_ranks)
         except BaseException as error:
-            said = {"raised": f"{type(error).__name__}: {error}"}
-        text = json.dumps(said, default=str)
+            result = {"raised": f"{type(error).__name__}: {error}"}
+        text = json.dumps(result, default=str)
         (folder / f"{scenario.__name__}-{n_ranks}-{rank}.json").write_text(text)
         if scenario in (killed, hung):
-            os._exit(0)  # a group that lost a rank cannot be taken down in order
+            os._exit(0)  # a process group that lost a rank cannot be destroyed
         dist.destroy_process_group()
 
 
 def main() -> None:
     play, folder = sys.argv[1], Path(sys.argv[2])
-    for stale in folder.glob(f"store-{play}-*"):  # of the same play before: ranks would meet its ranks there
+    for stale in folder.glob(f"store-{play}-*"):  # of an earlier run, whose ranks these would connect to
         stale.unlink()
     torch.set_num_threads(1)
-    # Forked before any thread is there: the libraries are loaded once for all ranks.
+    # The fork must come before any thread starts; it saves loading the libraries for each rank.
     processes = multiprocessing.get_context("fork")
     n_ranks = max(n for _, n in PLAYS[play])
     ranks = [processes.Process(target=run_rank, args=(play, rank, folder)) for rank in range(n_ranks)]

@@ -1,7 +1,7 @@
-"""The kernels in plain numpy: slow, and the definition of what the fast ones must return.
+"""The definitions of the kernels in plain numpy, which are slow.
 
-Every function here stands under the same name and signature in a module of `ckptz.kernels`; parity tests hold
-the two equal. Those that the package itself needs in numpy are imported from there.
+Every function has the same name and signature as one in a module of `ckptz.kernels`; parity tests compare the
+two. Definitions that the package itself uses are imported from there.
 """
 
 import numpy as np
@@ -62,7 +62,7 @@ Floats = NDArray[np.float32]
 
 
 def magnitudes(patterns: Patterns) -> Bytes:
-    """Give the eight bits below the sign bit (for one-byte patterns: seven): the exponent of F32 and BF16."""
+    """Return the eight bits below the sign bit [n], or seven of one-byte patterns: F32 and BF16 exponents."""
     if patterns.itemsize == 1:
         return patterns & np.uint8(0x7F)
     shift = patterns.dtype.type(8 * patterns.itemsize - 9)
@@ -78,11 +78,11 @@ def context_histogram(contexts: Patterns, symbols: Bytes, n_contexts: int) -> Co
 def context_counts(contexts: Patterns, ends: Counts, n_contexts: int) -> NDArray[np.uint32]:
     """Count the patterns of each context in each third of tensors [m] that end there: [m, n_contexts, 3].
 
-    The last third has what is left over.
+    The last third also has the remainder.
     """
     counts = np.zeros((len(ends), n_contexts, 3), np.uint32)
-    for t, own in enumerate(np.split(contexts.astype(np.int64), ends[:-1])):
-        thirds = np.split(own, np.arange(1, 3) * (len(own) // 3))
+    for t, tensor_contexts in enumerate(np.split(contexts.astype(np.int64), ends[:-1])):
+        thirds = np.split(tensor_contexts, np.arange(1, 3) * (len(tensor_contexts) // 3))
         counts[t] = np.transpose([np.bincount(third, minlength=n_contexts) for third in thirds])
     return counts
 
@@ -93,7 +93,7 @@ def group(
     """Sort symbols [n] of tensors [m] in the order of their contexts [n], stable within a context."""
     del counts
     parts = zip(np.split(symbols, ends[:-1]), np.split(contexts, ends[:-1]), strict=True)
-    return np.concatenate([part[np.argsort(own, kind="stable")] for part, own in parts])
+    return np.concatenate([part[np.argsort(labels, kind="stable")] for part, labels in parts])
 
 
 def ungroup(grouped: Patterns, contexts: Patterns, counts: NDArray[np.uint32] | None, out: Patterns) -> None:
@@ -112,7 +112,7 @@ def top_histogram(patterns: Patterns) -> Counts:
 
 
 def _add_tiny(a: NDArray[np.uint32], b: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """Sum of patterns below 2^-100, in patterns of 2^-149, rounded to nearest even."""
+    """Add F32 patterns below 2^-100 in units of 2^-149, rounded to nearest even."""
 
     def integer(pattern: NDArray[np.uint32]) -> NDArray[np.int64]:
         exponent = (pattern >> np.uint32(23) & np.uint32(0xFF)).astype(np.int64)
@@ -125,8 +125,8 @@ def _add_tiny(a: NDArray[np.uint32], b: NDArray[np.uint32]) -> NDArray[np.uint32
     # 24 significant bits stay: frexp is exact for the at most 51 bits that occur.
     shift = np.maximum(np.frexp(magnitude.astype(np.float64))[1].astype(np.int64) - 24, 0)
     kept = magnitude >> shift
-    rest, half = magnitude - (kept << shift), (np.int64(1) << shift) >> 1
-    kept += (shift > 0) & ((rest > half) | ((rest == half) & (kept & 1 == 1)))
+    remainder, half = magnitude - (kept << shift), (np.int64(1) << shift) >> 1
+    kept += (shift > 0) & ((remainder > half) | ((remainder == half) & (kept & 1 == 1)))
     pattern = np.where(magnitude < 1 << 24, magnitude, kept + (shift << 23))
     both_negative_zero = (a == np.uint32(1 << 31)) & (b == np.uint32(1 << 31))
     return (pattern | ((total < 0) | both_negative_zero) << 31).astype(np.uint32)
@@ -135,7 +135,7 @@ def _add_tiny(a: NDArray[np.uint32], b: NDArray[np.uint32]) -> NDArray[np.uint32
 def add_f32(a: NDArray[np.uint32], b: NDArray[np.uint32]) -> NDArray[np.uint32]:
     """Sum F32 patterns [n] as IEEE does, also where the processor flushes subnormal numbers to zero.
 
-    Flushing can only matter if both numbers are below 2^-100: beside a larger one a subnormal number is
+    Flushing can only matter if both numbers are below 2^-100: next to a larger one, a subnormal number is
     under half a unit in the last place, and differences of larger ones are multiples of 2^-124.
     """
     mask, limit = np.uint32(0xFF), np.uint32(TINY_EXPONENT)
@@ -188,7 +188,7 @@ def _mixed(x: NDArray[np.uint32]) -> NDArray[np.uint32]:
 
 
 def thresholds(key: int, begin: int, n: int) -> Floats:
-    """Draw the thresholds of elements begin..begin+n, uniform in [0, 1) [n].
+    """Return the thresholds of elements begin..begin+n, uniform in [0, 1) [n].
 
     Args:
         key: 32 bits, or NEAREST.
@@ -206,7 +206,7 @@ def thresholds(key: int, begin: int, n: int) -> Floats:
 
 
 def grid_codes(scaled: Floats, dead_zone: float, key: int, begin: int) -> Bytes:
-    """Round values given in steps: code 0 for zero, 2 m - 1 for +m, 2 m for -m, ESCAPE beyond 127.
+    """Round values in units of a step: code 0 for zero, 2 m - 1 for +m, 2 m for -m, ESCAPE beyond 127.
 
     The magnitude and sign are those of floor(value + threshold). A dead zone widens zero alone.
 
@@ -216,14 +216,14 @@ def grid_codes(scaled: Floats, dead_zone: float, key: int, begin: int) -> Bytes:
         key: of the thresholds, or NEAREST.
         begin: index of the first value in its tensor.
     """
-    if key == NEAREST:  # halves away from zero, on both sides alike
+    if key == NEAREST:  # rounds halves away from zero
         magnitude = np.floor(np.abs(scaled) + np.float32(0.5))
         magnitude[np.abs(scaled) < np.float32(0.5 + dead_zone)] = 0
         is_positive = scaled > 0
     else:
-        whole = np.floor(scaled)
-        whole += thresholds(key, begin, len(scaled)) >= np.float32(1) - (scaled - whole)
-        magnitude, is_positive = np.abs(whole), whole > 0
+        lower = np.floor(scaled)
+        lower += thresholds(key, begin, len(scaled)) >= np.float32(1) - (scaled - lower)
+        magnitude, is_positive = np.abs(lower), lower > 0
     codes = 2 * np.minimum(magnitude, np.float32(MAX_MAGNITUDE)) - is_positive
     codes[magnitude == 0] = 0
     codes[~(magnitude <= MAX_MAGNITUDE)] = ESCAPE
@@ -240,12 +240,12 @@ def residual_codes(
     key: int,
     begin: int,
 ) -> Bytes:
-    """Round values less their base, in steps by row; see `grid_codes`.
+    """Round the differences of values and their base in units of each row's step; see `grid_codes`.
 
     Args:
         values: finite [n].
         base: finite [n], or None for zero.
-        steps: of each context of rows, above 0 [n_contexts].
+        steps: step of each context of rows, above 0 [n_contexts].
         labels: context of each row [n_rows].
         row_patterns: elements of a row.
         dead_zone: see `grid_codes`.
@@ -324,8 +324,8 @@ def level_indices(
     """
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         ratios = np.where(values == 0, 0.0, np.abs(values) / steps)
-    whole = np.minimum(np.maximum(np.rint(ratios), 1), MAX_MAGNITUDE + 1)
-    return (np.sign(values) * np.where(ratios < 0.5 + dead_zone, 0, whole)).astype(np.int64)
+    multiples = np.minimum(np.maximum(np.rint(ratios), 1), MAX_MAGNITUDE + 1)
+    return (np.sign(values) * np.where(ratios < 0.5 + dead_zone, 0, multiples)).astype(np.int64)
 
 
 # --- Exp-Golomb codes ---------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Stores to report on, and what a page says when it is read as a browser would."""
+"""Runs to report on, and a parser of the pages of a report."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&\u2
 
 
 def state(step: int, n_layers: int = 3) -> dict[str, np.ndarray]:
-    """Weights and second moments of a few layers, which move a little from step to step."""
-    rng, moves = np.random.default_rng(0), np.random.default_rng(step)
-    made: dict[str, np.ndarray] = {}
+    """Return weights and second moments of a few layers, which change a little from step to step."""
+    rng, changes = np.random.default_rng(0), np.random.default_rng(step)
+    tensors: dict[str, np.ndarray] = {}
     for layer in range(n_layers):
         for kind, shape in KINDS.items():
             name = f"model.layers.{layer}.{kind}"
-            drift = 1e-3 * step * moves.normal(size=shape)
-            made[name] = (rng.normal(0, 0.02, shape) + 0.02 * drift).astype(np.float32)
-            made[f"{name}.exp_avg_sq"] = rng.random(shape).astype(np.float32) * 1e-6
-    made["model.embed.weight"] = rng.normal(0, 1, (32, 16)).astype(np.float32)
-    return made
+            drift = 1e-3 * step * changes.normal(size=shape)
+            tensors[name] = (rng.normal(0, 0.02, shape) + 0.02 * drift).astype(np.float32)
+            tensors[f"{name}.exp_avg_sq"] = rng.random(shape).astype(np.float32) * 1e-6
+    tensors["model.embed.weight"] = rng.normal(0, 1, (32, 16)).astype(np.float32)
+    return tensors
 
 
 def error_of(tensors: dict[str, Any]) -> float:
-    """A quality that is near 1 for the exact tensors, and falls with their error."""
+    """Return a quality: 1 for the exact tensors, plus the sum of their square errors."""
     exact = state(200)
     return 1 + sum(float(((tensors[n].numpy() - exact[n]) ** 2).sum()) for n in tensors if n in exact)
 
@@ -43,7 +43,7 @@ BUDGET = ckptz.Budget(error_of, max_drop=0.5)
 
 
 def a_run(folder: Path) -> Path:
-    """A full file, a delta, and a lossy delta that keeps a budget; the full file is hidden by a keep rule."""
+    """Write a full file that a keep rule hides, a delta, and a lossy delta within a budget."""
     folder.mkdir(parents=True, exist_ok=True)
     base = None
     for step in (0, 100, 200):
@@ -60,7 +60,7 @@ def a_run(folder: Path) -> Path:
 
 @dataclass
 class Page(HTMLParser):
-    """Elements of a page: how many of each, their attributes, the text of scripts and of everything else."""
+    """The elements of a page with their attributes, the scripts, and the text outside of them."""
 
     tags: list[tuple[str, dict[str, str | None]]] = field(default_factory=list)
     scripts: list[tuple[dict[str, str | None], str]] = field(default_factory=list)
@@ -88,7 +88,7 @@ class Page(HTMLParser):
 
     @property
     def numbers(self) -> Any:
-        """The JSON within."""
+        """The JSON that the page contains."""
         ((attributes, text),) = [s for s in self.scripts if s[0].get("id") == "numbers"]
         is_packed = attributes.get("data-packed") == "zlib+base64"
         return json.loads(zlib.decompress(base64.b64decode(text)) if is_packed else text)

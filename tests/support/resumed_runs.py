@@ -27,12 +27,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 class Impossible(Exception):
-    """This optimizer does not run so, whatever becomes of its state."""
+    """This optimizer cannot run with these settings, whether or not its state is saved."""
 
 
 @dataclass
 class Run:
-    """A model and its optimizer, with gradients that follow from the number of the step alone."""
+    """A model and its optimizer; the gradients depend on the number of the step only."""
 
     make: Callable[[Sequence[Any]], torch.optim.Optimizer]
     kind: str = "fp32"
@@ -64,13 +64,13 @@ class Run:
         yield from groups
 
     def freeze_later(self) -> None:
-        """Freeze a parameter that has state already, as gradual unfreezing and GANs do."""
+        """Freeze a parameter that already has state, as gradual unfreezing and GANs do."""
         if self.grouping == "frozen later":
             self.model[1].weight.requires_grad_(False)
             self.model[1].weight.grad = None
 
     def train(self, begin: int, end: int) -> None:
-        """Train from step `begin` up to, not including, step `end`."""
+        """Train the steps from `begin` to `end` - 1."""
         for step in range(begin, end):
             if step == SAVED_AT:
                 self.freeze_later()
@@ -99,14 +99,14 @@ class Run:
             self.optimizer.step()
 
     def _widen(self) -> None:
-        """Keep the state in fp32 from now on, as recipes of mixed precision do."""
+        """Convert the state to fp32, as recipes of mixed precision do."""
         for state in self.optimizer.state.values():
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim:
                     state[key] = value.float()
 
-    def holds(self) -> list[tuple[str, Any]]:
-        """List what the run has come to: weights, and every tensor and number of its optimizer."""
+    def state(self) -> list[tuple[str, Any]]:
+        """List the weights, and every tensor and number of the optimizer's state."""
         leaves: list[tuple[str, Any]] = [(n, bits(p)) for n, p in self.model.named_parameters()]
         leaves += list(leaves_of(self.optimizer.state_dict(), "optimizer"))
         return leaves
@@ -127,7 +127,7 @@ def leaves_of(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, list | tuple):
         for i, item in enumerate(value):
             yield from leaves_of(item, f"{name}.{i}")
-    elif isinstance(value, set):  # whose order depends on what was in it before
+    elif isinstance(value, set):  # the order depends on earlier elements
         yield name, sorted(map(repr, value))
     elif not callable(value):
         yield name, repr(value)
@@ -139,16 +139,16 @@ def check_resume(folder: Path, new_run: Callable[[], Run]) -> str:
     Returns:
         "equal", or the refusal of the save; anything else raises.
     """
-    whole = new_run()
-    whole.train(0, SAVED_AT)
-    with Checkpointer(folder, whole.model, whole.optimizer, background=False) as checkpointer:
+    uninterrupted = new_run()
+    uninterrupted.train(0, SAVED_AT)
+    with Checkpointer(folder, uninterrupted.model, uninterrupted.optimizer, background=False) as checkpointer:
         try:
             checkpointer.save(SAVED_AT)
         except Exception as error:
             if type(error).__module__.startswith("ckptz") and str(error):
                 return f"refused: {error}"
             raise
-    whole.train(SAVED_AT, ENDS_AT)
+    uninterrupted.train(SAVED_AT, ENDS_AT)
     resumed = new_run()
     resumed.freeze_later()
     with Checkpointer(folder, resumed.model, resumed.optimizer, background=False) as checkpointer:
@@ -156,5 +156,5 @@ def check_resume(folder: Path, new_run: Callable[[], Run]) -> str:
         assert checkpointer.restored is not None
         assert checkpointer.restored.is_exact, checkpointer.restored.notes
     resumed.train(SAVED_AT, ENDS_AT)
-    assert resumed.holds() == whole.holds()
+    assert resumed.state() == uninterrupted.state()
     return "equal"

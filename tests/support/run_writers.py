@@ -1,7 +1,6 @@
-"""Writers of a run's steps, one for each front door that keeps a step in a folder or file of its own.
+"""Writers of a run's steps: one for each front door that keeps a step in a folder or file of its own.
 
-Each saves any step, in any order, and goes on from any, as a process that was just started does. None
-deletes.
+Each writer saves steps in any order, and resumes from any step as a new process does. None deletes files.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ SIZE = 600
 
 
 def weights_of(value: int) -> torch.Tensor:
-    """Weights that move a little with each value, so that deltas pay."""
+    """Return weights that change a little with each value, so that deltas are small."""
     start = torch.randn(SIZE, generator=torch.Generator().manual_seed(0))
     return torch.where(torch.arange(SIZE) % 97 == value % 97, start + value, start)
 
@@ -34,20 +33,20 @@ def metric(value: int) -> float:
 
 
 class Writer(ABC):
-    """A process that writes to a run.
+    """A process that writes steps to a run.
 
     Args:
-        run: the folder.
-        full_every: of `ChainOptions`.
-        step: that it goes on from, or None.
+        run: folder of the run.
+        full_every: option of `ChainOptions`.
+        step: step to resume from, or None.
     """
 
-    name = "checkpoint-{}"  # of a step's folder or file
-    last: str | None = None  # the file that is written last into a folder
-    has_metrics = False  # whether files record one
-    is_split = False  # whether the optimizer state is in files of its own
-    goes_forward = False  # whether it saves no step that is there, and none before others
-    n_calls = 10  # of the system that change the folder, in a save
+    name = "checkpoint-{}"  # name of a step's folder or file
+    last: str | None = None  # name of the file that is written last into a step's folder
+    has_metrics = False  # whether files record a metric
+    is_split = False  # whether the optimizer state is in separate files
+    goes_forward = False  # whether it only saves steps after all existing ones
+    n_calls = 10  # number of calls of the system in a save that change the folder
 
     def __init__(self, run: Path, full_every: int, step: int | None) -> None:
         self.run, self.options = run, ChainOptions(jobs=1, full_every=full_every)
@@ -56,7 +55,7 @@ class Writer(ABC):
 
     @classmethod
     def steps(cls, run: Path) -> set[int]:
-        """List the steps that have something in the run."""
+        """Return the steps that have a folder or file in the run."""
         start, end = cls.name.split("{}")
         names = [path.name for path in run.glob(cls.name.format("*"))]
         return {int(name.removeprefix(start).removesuffix(end)) for name in names}
@@ -65,7 +64,7 @@ class Writer(ABC):
         return self.run / self.name.format(step)
 
     def is_whole(self, step: int) -> bool:
-        """Return whether a step was written to its end, as the framework sees it."""
+        """Return whether a step was written completely, as the framework sees it."""
         path = self.place(step)
         if self.last is None:
             return path.exists()
@@ -82,7 +81,7 @@ class Writer(ABC):
 
 
 class Folders(Writer):
-    """Folders of older versions and of `compress`: no file is the last."""
+    """Folders as older versions and `compress` write them; no file marks a complete folder."""
 
     has_metrics = True
 
@@ -101,12 +100,12 @@ class Folders(Writer):
         return (self.place(step) / "model.ckptz").exists()
 
     def read(self, step: int) -> torch.Tensor:
-        found: torch.Tensor = read_newest(self.place(step) / "model.ckptz", jobs=1)["w"]
-        return found
+        weights: torch.Tensor = read_newest(self.place(step) / "model.ckptz", jobs=1)["w"]
+        return weights
 
 
 class FoldersOfParts(Folders):
-    """Folders as accelerate leaves them, made without it: optimizer and random states, then the last file."""
+    """Folders as accelerate writes them: model, optimizer, random states, and a file that marks the end."""
 
     name, last, is_split, has_metrics = "checkpoint_{}", COMPLETE, True, False
     n_calls = 14
@@ -116,14 +115,14 @@ class FoldersOfParts(Folders):
         super().save(step, value)
         for name in ("optimizer.bin", "random_states_0.pkl", COMPLETE):
             (self.run / name).write_bytes(b"{}")
-            os.replace(self.run / name, self.place(step) / name)  # a call at which it may be killed
+            os.replace(self.run / name, self.place(step) / name)  # a test may kill the process at this call
 
     def is_whole(self, step: int) -> bool:
         return Writer.is_whole(self, step)
 
 
 class Checkpoints(Writer):
-    """The Checkpointer, opened anew for each save; it goes on from an earlier step without the later ones."""
+    """The Checkpointer, opened anew for each save; resuming from a step discards later steps."""
 
     name, has_metrics, goes_forward = "step-{:08}.ckptz", True, True
     n_calls = 14
@@ -133,20 +132,20 @@ class Checkpoints(Writer):
         listing = Listing.of(dict.fromkeys(os.listdir(run), 1))
         return {file.step for file in listing.sizes.keys() - listing.hidden}
 
-    def opened(self) -> tuple[torch.nn.Module, Checkpointer]:
+    def open_run(self) -> tuple[torch.nn.Module, Checkpointer]:
         model, keep = torch.nn.Linear(SIZE, 1, bias=False), KeepPolicy(last=None)
-        how: dict[str, Any] = {"full_every": self.options.full_every, "background": False, "jobs": 1}
-        return model, Checkpointer(self.run, model, keep=keep, **how)
+        options: dict[str, Any] = {"full_every": self.options.full_every, "background": False, "jobs": 1}
+        return model, Checkpointer(self.run, model, keep=keep, **options)
 
     def begin(self, path: Path | None) -> None:
         file = None if path is None else StepFile.parse(path.name)
         self.step = None if file is None else file.step
         if self.step is not None:
-            with self.opened()[1] as checkpointer:
+            with self.open_run()[1] as checkpointer:
                 checkpointer.discard_after(self.step)
 
     def save(self, step: int, value: int) -> None:
-        model, checkpointer = self.opened()
+        model, checkpointer = self.open_run()
         with checkpointer:
             if self.step is not None:
                 checkpointer.restore(self.step)
@@ -156,14 +155,14 @@ class Checkpoints(Writer):
         self.step = step
 
     def read(self, step: int) -> torch.Tensor:
-        model, checkpointer = self.opened()
+        model, checkpointer = self.open_run()
         with checkpointer:
             checkpointer.restore(step)
         return model.weight[0].detach()
 
 
 class Dcp(Writer):
-    """`torch.distributed.checkpoint`."""
+    """The writer of `torch.distributed.checkpoint`."""
 
     name, last = "step-{}", INDEX_FILE
 
@@ -191,7 +190,7 @@ class Dcp(Writer):
 
 
 class Accelerate(Writer):
-    """accelerate's `save_state`."""
+    """The method `save_state` of accelerate."""
 
     name, last, is_split = "checkpoint_{}", COMPLETE, True
 
@@ -216,14 +215,14 @@ class Accelerate(Writer):
         self.accelerator.save_state(str(self.place(step)))
 
     def read(self, step: int) -> torch.Tensor:
-        found: torch.Tensor = read_newest(self.place(step) / "model.ckptz", jobs=1)["weight"]
+        weights: torch.Tensor = read_newest(self.place(step) / "model.ckptz", jobs=1)["weight"]
         if (path := self.place(step) / "optimizer.bin").exists():
-            assert torch.equal(torch.load(path)["state"][0]["momentum_buffer"], found)
-        return found[0]
+            assert torch.equal(torch.load(path)["state"][0]["momentum_buffer"], weights)
+        return weights[0]
 
 
 class Lightning(Writer):
-    """Lightning's files, which share a folder with the second names of their bases."""
+    """Files of Lightning, which share a folder with links to their bases."""
 
     name, has_metrics = "epoch=0-step={}.ckpt", True
 
@@ -244,12 +243,12 @@ class Lightning(Writer):
         self.io.save_checkpoint(state, self.place(step))
 
     def read(self, step: int) -> torch.Tensor:
-        found: torch.Tensor = read_newest(self.place(step), jobs=1)["state_dict"]["w"]
-        return found
+        weights: torch.Tensor = read_newest(self.place(step), jobs=1)["state_dict"]["w"]
+        return weights
 
 
 class Trainer(Writer):
-    """The Trainer's `_save_checkpoint`, without training; a resumed one has loaded the model."""
+    """The Trainer's `_save_checkpoint` without training; a resumed Trainer has loaded the model."""
 
     last, has_metrics, is_split = "trainer_state.json", True, True
     n_calls = 24
@@ -285,17 +284,17 @@ class Trainer(Writer):
             return False
 
     def read(self, step: int) -> torch.Tensor:
-        found: torch.Tensor = read_newest(self.place(step) / "model.ckptz", jobs=1)["weight"]
+        weights: torch.Tensor = read_newest(self.place(step) / "model.ckptz", jobs=1)["weight"]
         if (state := self.place(step) / "state.ckptz").exists():
-            assert torch.equal(read_newest(state)["optimizer"]["weight"]["momentum_buffer"], found)
-        return found[0]
+            assert torch.equal(read_newest(state)["optimizer"]["weight"]["momentum_buffer"], weights)
+        return weights[0]
 
 
-def quietly(call: Any, *given: Any) -> Any:
+def quietly(call: Any, *args: Any) -> Any:
     """Make a call without the warnings of frameworks."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return call(*given)
+        return call(*args)
 
 
 WRITERS: dict[str, type[Writer]] = {

@@ -1,4 +1,4 @@
-"""What ten public training scripts hand to `torch.save`, in their own nesting, with small tensors."""
+"""States that ten public training scripts pass to `torch.save`, in their own nesting, with small tensors."""
 
 import random
 from argparse import Namespace
@@ -25,8 +25,8 @@ class Net(nn.Module):
         self.head.weight = self.embed.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.head(self.norm(self.conv(self.embed(tokens).mT)).mT)
-        return found
+        logits: torch.Tensor = self.head(self.norm(self.conv(self.embed(tokens).mT)).mT)
+        return logits
 
 
 def _trained(
@@ -58,7 +58,7 @@ def nanogpt() -> dict[str, Any]:
 
 
 def trainer_optimizer() -> dict[str, Any]:
-    """optimizer.pt of the Hugging Face Trainer, two groups, beside its scheduler and random states."""
+    """optimizer.pt of the Hugging Face Trainer with two groups, its scheduler and random states."""
     model, _ = _trained(torch.optim.AdamW)
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() < 2]
@@ -172,7 +172,7 @@ def lightning() -> dict[str, Any]:
 
 
 def diffusers() -> dict[str, Any]:
-    """What the training scripts of diffusers leave to accelerate: averages of weights, all random states."""
+    """The training scripts of diffusers, which use accelerate: averages of weights, all random states."""
     model, optimizer = _trained(torch.optim.AdamW, weight_decay=1e-2)
     parameters = [p.detach().clone() for p in model.parameters()]
     return {
@@ -212,7 +212,7 @@ def ppo() -> dict[str, Any]:
 
 
 def torchvision() -> dict[str, Any]:
-    """The reference scripts of torchvision: every part with the arguments of the command line."""
+    """The reference scripts of torchvision: all parts of the state, and the arguments of the command line."""
     model, optimizer = _trained(torch.optim.SGD, lr=0.5, momentum=0.9)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 30)
     return {

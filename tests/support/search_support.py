@@ -1,4 +1,4 @@
-"""Simulated quality functions over the paper's cube, and small models whose quality is their error."""
+"""Simulated quality functions on the paper's grid of settings, and small models with a known quality."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ CUBE = BOTH[0]
 
 @dataclass(frozen=True)
 class Landscape:
-    """What each configuration of some cubes uses of a budget, and its size."""
+    """The share of the budget that each configuration of some cubes uses, and its size."""
 
     used: Mapping[Method, float]
     sizes: Mapping[Method, float]
@@ -37,9 +37,9 @@ class Landscape:
     def smallest(self) -> float | None:
         return min((self.sizes[c] for c, used in self.used.items() if used <= 1), default=None)
 
-    def excess(self, found: list[Outcome]) -> float:
-        """Size of the winner by that of the smallest that keeps the budget, less 1."""
-        best = best_of(found)
+    def excess(self, outcomes: list[Outcome]) -> float:
+        """Return the size of the best trial relative to the smallest size within the budget, minus 1."""
+        best = best_of(outcomes)
         if self.smallest is None:
             assert best is None
             return 0.0
@@ -47,12 +47,12 @@ class Landscape:
 
 
 def landscape(seed: int, noise: float = 0.0, cubes: tuple[Cube, ...] = (CUBE,)) -> Landscape:
-    """A quality that falls along every axis, at random rates, and budgets anywhere between.
+    """Simulate the share of a budget that settings use: it falls along every axis at random rates.
 
     Args:
-        seed: of everything.
-        noise: relative, of each measurement; predicted sizes then err by 1 %.
-        cubes: pruning by sensitivity is up to twice as harmful, or half.
+        seed: seed of all random values.
+        noise: relative error of each measurement; if it is not 0, predicted sizes also err by 1 %.
+        cubes: spaces of settings; pruning by sensitivity is between half and twice as harmful.
     """
     rng = np.random.default_rng(seed)
     weight, power, falls = rng.uniform(0.3, 3, 5), rng.uniform(1.2, 2.2), rng.uniform(1.5, 4)
@@ -79,13 +79,13 @@ def landscape(seed: int, noise: float = 0.0, cubes: tuple[Cube, ...] = (CUBE,)) 
 
 
 def _bits(levels: float, prune: float) -> float:
-    """Entropy of a code, roughly."""
+    """Estimate the entropy of a code."""
     shares = [p for p in (prune, 1 - prune) if p > 0]
     return float((1 - prune) * 0.92 * np.log2(levels) - sum(p * np.log2(p) for p in shares))
 
 
 def model(step: int = 0, *, width: int = 64, moments: bool = False) -> dict[str, Array]:
-    """Weights of a small model in training: embedding, attention, linear, norm; Adam's moments if asked."""
+    """Return weights of a small model (embedding, attention, linear, norm), with Adam's moments if asked."""
     rng = np.random.default_rng(0)
     state: dict[str, Array] = {"token.weight": rng.standard_normal((128, width)) * 0.02}
     for i in range(2):

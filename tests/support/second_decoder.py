@@ -1,4 +1,4 @@
-"""The decoder that was written from the specification alone, as modules."""
+"""The modules of the second decoder, which was written from the specification alone."""
 
 import importlib
 import sys

@@ -61,7 +61,7 @@ class Save:
         save_file(self.states[round_ % 2], self.path, jobs=2)
 
     def check(self, round_: int) -> None:
-        read = load_file(self.path, jobs=2)  # whole, whichever of both it is
+        read = load_file(self.path, jobs=2)  # a complete file, either the old or the new one
         assert any(is_same(read, one) for one in self.states)
 
 
@@ -133,7 +133,7 @@ DOORS = {
 
 
 def interrupted(call: Callable[[int], None], round_: int, delay: float) -> tuple[bool, bool]:
-    """Make a call that a signal meets after a delay; return whether it came, and whether it was swallowed."""
+    """Send a signal during a call after a delay; return whether it arrived, and whether it was swallowed."""
     try:
         ARMED.append(True)
         signal.setitimer(signal.ITIMER_REAL, delay)

@@ -1,8 +1,8 @@
 """Inputs that a reader must refuse, by the id of the refusal in the specification.
 
-Each is right in all else, so that it passes if that one check is missing. A case wrapped in `lenient`
-is accepted for now, as spec/errata.md says under the number given. The files that these inputs make are
-spec/vectors/invalid, written by spec/make_vectors.py.
+Each input is valid except for one rule, so that a reader without this check accepts it. A case wrapped in
+`lenient` is accepted for now; spec/errata.md explains it under the given number. spec/make_vectors.py writes
+the files of these inputs to spec/vectors/invalid.
 """
 
 import math
@@ -38,20 +38,20 @@ from tests.support.spec_files import (
 
 
 @dataclass(frozen=True)
-class lenient:  # reads as a word in the lists below
-    """A case that the reader still accepts, or refuses for a wrong reason."""
+class lenient:  # lower case, as it is used like a keyword in the tables below
+    """A case that the reader still accepts, or refuses for another reason."""
 
     erratum: str
     case: Input
 
     def files(self) -> Files:
-        """Of the case."""
+        """Return the files of the case."""
         return self.case.files()
 
 
 F32 = np.array([1.0, 2.0, -3.0, 0.5], "<f4").tobytes()
 ONE, INFINITY = b"\x00\x00\x80\x3f", b"\x00\x00\x80\x7f"
-FLAT_TABLE = b"\0\0\0"  # symbol 0 has all frequency
+FLAT_TABLE = b"\0\0\0"  # symbol 0 has the whole frequency
 LANE = b"\0" + (1 << 16).to_bytes(4, "little")
 EMPTY = ((STORED, b""),)
 HALVES = b"\0\1\x11"  # code lengths of two codes
@@ -59,7 +59,7 @@ ZEROS = HALVES + struct.pack("<3I", 1, 1, 1) + bytes(4)  # a Huffman stream of f
 
 
 def zstd_frame(descriptor: int, fields: bytes, n: int = 4) -> bytes:
-    """n zeros in a raw block, behind a frame header (RFC 8878, 3.1.1.1)."""
+    """Build a Zstandard frame of n zeros in a raw block, with a frame header (RFC 8878, 3.1.1.1)."""
     block = (n << 3 | 1).to_bytes(3, "little") + bytes(n)
     return b"\x28\xb5\x2f\xfd" + bytes((descriptor,)) + fields + block
 
@@ -67,11 +67,11 @@ def zstd_frame(descriptor: int, fields: bytes, n: int = 4) -> bytes:
 SIZED = zstd_frame(0x20, b"\4")  # four zeros
 
 
-# --- makers -------------------------------------------------------------------------------------
+# --- building blocks ----------------------------------------------------------------------------
 
 
 def coded(coder: int, data: bytes, n: int = 4, decoded: bytes | None = None) -> Frame:
-    """Bytes in one stream."""
+    """Build a frame of bytes in one stream."""
     decoded = bytes(n) if decoded is None else decoded
     return Frame(plan(shape=(n,)), [(coder, data)], decoded, shape=(n,))
 
@@ -82,7 +82,7 @@ def sparse(gaps: bytes, values: bytes, n: int = 4, coder: int = STORED, behind: 
 
 
 def frequencies(*packed: int) -> Frame:
-    """A stream that begins with a frequency table, and has nothing behind it if that is whole."""
+    """Build a frame whose stream is a frequency table without codes."""
     return coded(OWN, bytes(packed))
 
 
@@ -103,30 +103,30 @@ def magnitude_rule(name: bytes = b"") -> bytes:
 
 
 def tables(n_contexts: int, n_tables: int = 1) -> bytes:
-    """So many equal tables, all contexts by the first."""
+    """Encode equal frequency tables; all contexts use the first."""
     return bytes((n_tables,)) + FLAT_TABLE * n_tables + varint(n_contexts) + b"\0"
 
 
 def in_contexts(*rules: bytes, n_contexts: int, rest: bytes | None = None) -> Frame:
-    """Four bytes with context rules."""
+    """Build a frame of four bytes with context rules."""
     return Frame(plan(rules=rules, rest=tables(n_contexts) if rest is None else rest))
 
 
-def context_tensors(**named: str) -> File:
-    """Tensors with contexts by the magnitude of another tensor, or of none."""
-    rules = {name: [magnitude_rule(other.encode())] if other else [] for name, other in named.items()}
+def context_tensors(**context_names: str) -> File:
+    """Build tensors with contexts by the magnitude of the tensor of the given name, or none for ""."""
+    rules = {name: [magnitude_rule(other.encode())] if other else [] for name, other in context_names.items()}
     return File({name: in_contexts(*r, n_contexts=256) if r else Frame() for name, r in rules.items()})
 
 
 def base_coded(radix: int, base_codes: int, predictor: int = 0, mode: int = 0) -> Frame:
-    """F32, contexts by the codes of the base."""
+    """Build a frame of F32 with contexts by the codes of the base."""
     rules, rest = [b"\4" + varint(radix)], tables(radix) * 4
     frame = exact("F32", F32, predictor=predictor, mode=mode, rules=rules, rest=rest)
     return replace(frame, base_codes=base_codes)
 
 
 def planes(decoded: bytes, size: int = 4) -> list[tuple[int, bytes]]:
-    """Bytes of patterns as stored streams."""
+    """Return the byte planes of patterns as stored streams."""
     return [(STORED, decoded[j::size]) for j in range(size)]
 
 
@@ -135,64 +135,64 @@ def exact(
     patterns: bytes,
     shape: tuple[int, ...] | None = None,
     stored: bytes | None = None,
-    **made: Any,
+    **plan_fields: Any,
 ) -> Frame:
-    """Patterns as stored planes; `stored` is what the planes join to, where that is something else."""
+    """Build a frame of stored planes; `stored` are the joined planes if they differ from `patterns`."""
     size = DTYPES[dtype].pattern_bytes
     shape = (len(patterns) // size,) if shape is None else shape
     streams = planes(patterns if stored is None else stored, size)
-    return Frame(plan(dtype=dtype, shape=shape, **made), streams, patterns, dtype, shape)
+    return Frame(plan(dtype=dtype, shape=shape, **plan_fields), streams, patterns, dtype, shape)
 
 
 def with_codes(*codes: int) -> Frame:
-    """A base whose codes are these; its values are all 1."""
+    """Build a base with these codes, whose values are all 1."""
     return quantized(ONE * 4, bytes(codes))
 
 
 def over(base: Frame, frame: Frame, **ref: Any) -> Folder:
-    """A frame and its base, in a file each."""
+    """Return a frame and its base, each in a file."""
     anchor = File({"w": base}, features="lossless,maps")
     reference = {"content_id": anchor.content_id(), "file": "anchor.ckptz", "depth": 1, **ref}
-    made = File({"w": frame}, features="delta,lossless,maps", index={"base": reference})
-    return Folder({"w.ckptz": made.bytes(), "anchor.ckptz": anchor.bytes()})
+    delta_file = File({"w": frame}, features="delta,lossless,maps", index={"base": reference})
+    return Folder({"w.ckptz": delta_file.bytes(), "anchor.ckptz": anchor.bytes()})
 
 
 def as_low_rank(frame: Frame) -> File:
-    """A file of one frame that may be of low rank."""
+    """Build a file of one frame, with the features that low rank needs."""
     return File({"w": frame}, features="lossless,low-rank,maps", metadata={"ckptz.version": "1.1"})
 
 
 def as_huffman(frame: Frame) -> File:
-    """A file of one frame that may have Huffman streams."""
+    """Build a file of one frame, with the features that Huffman streams need."""
     return File({"w": frame}, features="huffman,lossless,maps", metadata={"ckptz.version": "1.2"})
 
 
 def as_products(frame: Frame) -> File:
-    """A file of one frame that may have contexts by products."""
+    """Build a file of one frame, with the features that contexts by products need."""
     return File({"w": frame}, features="lossless,products", metadata={"ckptz.version": "1.3"})
 
 
 def of_products(shift: int, rank: int, *, n_levels: int | None = None) -> File:
-    """A file of four bytes with contexts by products of zeros."""
+    """Build a file of four bytes with contexts by products of zeros."""
     levels = bytes(rank * 5 if n_levels is None else n_levels)
     return as_products(in_contexts(products_rule(shift, rank, levels), n_contexts=256))
 
 
 def code_lengths(lengths: Sequence[int], first: int = 0) -> bytes:
-    """See spec/02-entropy.md#code-lengths."""
+    """Encode the lengths of Huffman codes; see spec/02-entropy.md#code-lengths."""
     padded = [*lengths, *[0] * (len(lengths) % 2)]
     halves = bytes(a | b << 4 for a, b in zip(padded[::2], padded[1::2], strict=True))
     return bytes((first, first + len(lengths) - 1)) + halves
 
 
 def in_parts(lengths: bytes, *parts: bytes, sizes: Sequence[int] | None = None) -> bytes:
-    """A Huffman stream of these parts."""
+    """Encode a Huffman stream of these parts."""
     sizes = [len(part) for part in parts[:3]] if sizes is None else sizes
     return lengths + struct.pack("<3I", *sizes) + b"".join(parts)
 
 
 def huffman(lengths: bytes, *parts: bytes, n: int = 4, sizes: Sequence[int] | None = None) -> File:
-    """A file of n codes, all 0, in a Huffman stream."""
+    """Build a file of n codes, all 0, in a Huffman stream."""
     return as_huffman(coded(HUFFMAN, in_parts(lengths, *parts, sizes=sizes), n))
 
 
@@ -212,48 +212,48 @@ def quantized(
     streams: tuple[tuple[int, bytes], ...] = (),
     decoded: bytes = ONE * 4,
 ) -> Frame:
-    """Four elements, of the domain `linear` unless another is given."""
+    """Build a quantized frame of four elements, by default of the domain `linear`."""
     n_codes = len(entries) // 4 if n_codes is None else n_codes
     runs = varint(1) + b"\0" if rows > 1 else b""
     rest = bytes((kind,)) + varint(rows) + varint(n_codes) + entries + runs + zero + outer
-    made = plan(dtype=dtype, domain=domain, predictor=predictor, flags=flags, rest=rest)
-    return Frame(made, [(STORED, codes), *streams], decoded, dtype)
+    encoded_plan = plan(dtype=dtype, domain=domain, predictor=predictor, flags=flags, rest=rest)
+    return Frame(encoded_plan, [(STORED, codes), *streams], decoded, dtype)
 
 
 def escaped(value: bytes) -> tuple[tuple[int, bytes], ...]:
-    """Streams of four equal values."""
+    """Return the streams of four equal escaped values."""
     return tuple((CONSTANT, value[j : j + 1]) for j in range(4))
 
 
 def constant_vector(element: bytes, coder: int = CONSTANT) -> bytes:
-    """An outer vector of any length, by planes of coder `constant`."""
+    """Encode an outer vector of any length, all of whose values are equal."""
     return b"".join(embedded(element[j : j + 1], coder) for j in range(4))
 
 
 def outer_frame(shape: tuple[int, ...], outer: bytes) -> Frame:
-    """F32, of chunks that are not there."""
+    """Build a frame of F32 whose chunks are missing."""
     patterns = math.prod(shape)
-    made = plan(dtype="F32", domain=1, predictor=2, shape=shape, rest=b"\0\1\1" + ONE + outer)
-    return Frame(made, [(CONSTANT, b"\0")], b"", "F32", shape, n_chunks=-(-patterns // CHUNK_VALUES))
+    encoded_plan = plan(dtype="F32", domain=1, predictor=2, shape=shape, rest=b"\0\1\1" + ONE + outer)
+    return Frame(encoded_plan, [(CONSTANT, b"\0")], b"", "F32", shape, n_chunks=-(-patterns // CHUNK_VALUES))
 
 
 def terms(*scales: bytes, codes: bytes, coder: int = STORED, rank: int | None = None) -> bytes:
-    """What the predictor low-rank has behind the map."""
+    """Encode the terms of the predictor low-rank, which follow the map."""
     rank = len(scales) if rank is None else rank
     return varint(rank) + b"".join(scales) + embedded(codes, coder)
 
 
 def low_rank(behind: bytes, shape: tuple[int, ...] = (4,), **fields: Any) -> Frame:
-    """Ones of F32, of the sum of some terms and 0."""
+    """Build a frame of F32 ones, each the sum of low-rank terms and a map's value 0."""
     rest = b"\0\1\1" + bytes(4) + behind
-    made = plan(dtype="F32", domain=1, predictor=4, shape=shape, rest=rest)
+    encoded_plan = plan(dtype="F32", domain=1, predictor=4, shape=shape, rest=rest)
     patterns = math.prod(shape)
     streams = [(CONSTANT, b"\0")] if patterns else []
-    return Frame(made, streams, ONE * patterns, "F32", shape, n_chunks=int(patterns > 0), **fields)
+    return Frame(encoded_plan, streams, ONE * patterns, "F32", shape, n_chunks=int(patterns > 0), **fields)
 
 
 def of_rank(n: int) -> Frame:
-    """A frame of terms without codes, as no vector has an element."""
+    """Build a frame of n low-rank terms of an empty matrix, which have no codes."""
     return low_rank(terms(ONE * min(n, 65), codes=b"", rank=n), (0, 0))
 
 
@@ -262,17 +262,17 @@ def expanded(scale: float, level: float, offset: float) -> Frame:
 
 
 def delta(decoded: bytes = F32, **fields: Any) -> Frame:
-    """F32 as an exclusive or with a base of zeros."""
+    """Build a frame of F32 by exclusive or with a base of zeros."""
     return replace(exact("F32", decoded, predictor=1, mode=2), **fields)
 
 
 def base(patterns: bytes = bytes(16)) -> Frame:
-    """F32 that a delta may be relative to."""
+    """Build a frame of F32 that can be the base of a delta."""
     return exact("F32", patterns)
 
 
-def reheaded(header: bytes, frame: Frame | None = None) -> Raw:
-    """A file whose one frame begins with other bytes of the same number."""
+def with_first_bytes(header: bytes, frame: Frame | None = None) -> Raw:
+    """Build a file whose only frame begins with other bytes."""
     frame = Frame() if frame is None else frame
     data = File({"w": frame}).bytes()
     assert data.count(frame.bytes) == 1
@@ -280,13 +280,13 @@ def reheaded(header: bytes, frame: Frame | None = None) -> Raw:
 
 
 def short_frame(n_bytes: int) -> File:
-    """A file whose one frame ends after so many bytes."""
+    """Build a file whose only frame is cut after `n_bytes`."""
     return File({"w": Cut(n_bytes=n_bytes)})
 
 
 @dataclass
 class Cut(Frame):
-    """The first bytes of a frame."""
+    """A frame that is cut after `n_bytes`."""
 
     n_bytes: int = 0
 
@@ -296,16 +296,16 @@ class Cut(Frame):
 
 
 def empty(**fields: Any) -> Frame:
-    """No elements."""
+    """Build a frame of a tensor without elements."""
     return Frame(plan(shape=(0,), **fields), (), b"", shape=(0,), n_chunks=0)
 
 
 def windowed(exponent: int) -> bytes:
-    """A Zstandard frame with a window of 2^(10 + exponent) bytes."""
+    """Build a Zstandard frame with a window of 2^(10 + exponent) bytes."""
     return zstd_frame(0x80, bytes((exponent << 3,)) + (4).to_bytes(4, "little"))
 
 
-# Rules that an input breaks too, or that a reader may see first.
+# Further rules that an input breaks, or that a reader may check first.
 ALSO = {
     "F12-0": ["H4"],
     "C3-6": ["C13"],
@@ -549,8 +549,8 @@ QUANTIZATION: dict[str, list[Input]] = {
 }
 
 FRAME: dict[str, list[Input]] = {
-    "F1": [reheaded(b"\x0b\0\0\0"), reheaded(b"\xff\0\0\0"), short_frame(3), short_frame(11)],
-    "F2": [reheaded(Frame().header[:-1] + b"\0"), reheaded(Frame().header[:4] + b"\2")],
+    "F1": [with_first_bytes(b"\x0b\0\0\0"), with_first_bytes(b"\xff\0\0\0"), short_frame(3), short_frame(11)],
+    "F2": [with_first_bytes(Frame().header[:-1] + b"\0"), with_first_bytes(Frame().header[:4] + b"\2")],
     "F3": [*(Frame(plan(version=v)) for v in (0, 2, 255))],
     "F4": [*(Frame(plan(dtype_id=i)) for i in (0, 23, 255)), Frame(plan(domain=3)), Frame(plan(predictor=3))],
     "F5": [

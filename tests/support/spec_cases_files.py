@@ -1,4 +1,4 @@
-"""Whole files that a reader must refuse, by the id of the refusal; see `spec_cases`."""
+"""Files that a reader must refuse for other reasons than a frame, by the id of the refusal."""
 
 import json
 import zlib
@@ -47,25 +47,25 @@ def index_text(text: bytes) -> Input:
 
 
 def edited(change: Callable[[str], str]) -> bytes:
-    """The index as text, changed."""
+    """Return the index of a file as changed text."""
     return change(File().packed_index()[1:].decode()).encode()
 
 
 def packed_text() -> bytes:
-    """The index as a zlib stream of one stored block, so that no library's choices are in it."""
+    """Return the index as a zlib stream of one stored block, which is the same with every zlib."""
     text = File().packed_index()[1:]
     sizes = len(text).to_bytes(2, "little") + (len(text) ^ 0xFFFF).to_bytes(2, "little")
     return b"\x78\x01\x01" + sizes + text + zlib.adler32(text).to_bytes(4, "big")
 
 
 def sharded(*files: str, tensors: tuple[str, ...] = ("w",), **fields: Any) -> File:
-    """A file with a record of shards of these names, the first with these tensors."""
+    """Build a file with a record of shards; the first shard has the tensors."""
     shards = [{"file": file, "tensors": [] if i else list(tensors)} for i, file in enumerate(files)]
     return File(index={"sharding": {"shards": shards, **fields}})
 
 
 def swapped() -> File:
-    """A frame behind the index."""
+    """Build a file with a frame after the index."""
     data = File().packed_index()
     n, m = len(Frame().bytes), len(data)
     places = {"w": (m, m + n), "__ckptz__.index": (0, m)}
@@ -75,29 +75,29 @@ def swapped() -> File:
 
 
 def full(shape: tuple[int, ...] = (4,)) -> Frame:
-    """Zeros, as an anchor holds them."""
+    """Build a frame of zeros, as in an anchor."""
     return exact("F32", bytes(16), shape)
 
 
-def inlined(*bases: dict[str, Frame], own: Frame | None = None, **fields: Any) -> File:
-    """A delta with its bases within, by default one that holds what it needs."""
+def inlined(*bases: dict[str, Frame], top: Frame | None = None, **fields: Any) -> File:
+    """Build a delta with inline bases, by default with the one that it needs."""
     features = fields.pop("features", "inline,lossless")
     bases = bases or ({"w": full()},)
-    return File({"w": delta() if own is None else own}, inline=bases, features=features, **fields)
+    return File({"w": delta() if top is None else top}, inline=bases, features=features, **fields)
 
 
 def inline_index(change: Callable[[list[Any]], object]) -> Input:
-    """A file of which the index lists other inline bases than it has."""
+    """Build a file whose index lists other inline bases than the file has."""
     bases = json.loads(inlined().packed_index()[1:])["inline"]
     changed = change(bases)
     return inlined(index={"inline": bases if changed is None else changed})
 
 
 def misplaced() -> File:
-    """An optional section before a frame."""
-    made = File({"__ckptz__.optional.a": Frame(), "w": Frame()})
-    made.index = {"tensors": made.entries()[1:], "content_id": File().content_id()}
-    return made
+    """Build a file with an optional section before a frame."""
+    result = File({"__ckptz__.optional.a": Frame(), "w": Frame()})
+    result.index = {"tensors": result.entries()[1:], "content_id": File().content_id()}
+    return result
 
 
 PAIR: Members = {"a": ((3,), b"\1\2\3"), "b": ((), b"\4")}
@@ -107,46 +107,46 @@ GROUP = "__ckptz__.group.0"
 def grouped(
     frame: Frame | None = None,
     members: Members = PAIR,
-    rest: Mapping[str, Frame] | None = None,
+    frames_after: Mapping[str, Frame] | None = None,
     features: str = "groups,lossless",
     **fields: Any,
 ) -> File:
-    """A file with a group, by default of two tensors of bytes."""
-    frames = {GROUP: Frame() if frame is None else frame, **(rest or {})}
+    """Build a file with a group, by default of two tensors of bytes."""
+    frames = {GROUP: Frame() if frame is None else frame, **(frames_after or {})}
     version = {"ckptz.version": "1.2"}
     return File(frames, groups={GROUP: members}, features=features, metadata=version, **fields)
 
 
 def floats(frame: Frame | None = None, members: Sequence[str] = "ab") -> File:
-    """A group of two tensors of F32; by default of zeros."""
+    """Build a group of two tensors of F32, by default of zeros."""
     frame = full() if frame is None else frame
     first, second = members
     return grouped(frame, {first: ((3,), frame.decoded[:12]), second: ((), frame.decoded[12:])})
 
 
 def two_groups() -> File:
-    """A group of bytes, and one of F32 that begins within it."""
+    """Build a file with a group of bytes, and a group of F32 whose first tensor is listed between theirs."""
     frames = {GROUP: Frame(), "__ckptz__.group.1": full()}
     groups = {GROUP: PAIR, "__ckptz__.group.1": {"c": ((1, 2), bytes(8)), "d": ((2,), bytes(8))}}
     version = {"ckptz.version": "1.2"}
     return File(frames, groups=groups, order="acbd", features="groups,lossless", metadata=version)
 
 
-def group_entries(change: Callable[[list[Any]], object], made: File | None = None) -> Input:
-    """A file with a group whose entries are changed."""
-    made = grouped(rest={"w": Frame()}) if made is None else made
-    entries = made.entries()
+def group_entries(change: Callable[[list[Any]], object], file: File | None = None) -> Input:
+    """Build a file with a group whose entries are changed."""
+    file = grouped(frames_after={"w": Frame()}) if file is None else file
+    entries = file.entries()
     change(entries)
     rows = ((e["name"], e["dtype"], tuple(e["shape"]), int(e["checksum"], 16)) for e in entries)
-    return replace(made, index={"tensors": entries, "content_id": content_id(rows)})
+    return replace(file, index={"tensors": entries, "content_id": content_id(rows)})
 
 
-def delta_group(base: File, own: File | None = None) -> Folder:
-    """A delta of a group, and a base."""
+def delta_group(base: File, group: File | None = None) -> Folder:
+    """Build a delta with a group, and its base."""
     reference = {"content_id": base.content_id(), "file": "anchor.ckptz", "depth": 1}
-    made = replace(floats(delta()) if own is None else own, features="delta,groups,lossless")
-    made = replace(made, index={"base": reference})
-    return Folder({"delta.ckptz": made.bytes(), "anchor.ckptz": base.bytes()})
+    delta_file = replace(floats(delta()) if group is None else group, features="delta,groups,lossless")
+    delta_file = replace(delta_file, index={"base": reference})
+    return Folder({"delta.ckptz": delta_file.bytes(), "anchor.ckptz": base.bytes()})
 
 
 LOSSY = {
@@ -365,7 +365,7 @@ CONTAINER: dict[str, list[Input]] = {
         grouped(quantized(), {"a": ((4,), ONE * 4)}, features="groups,lossless,maps"),
         grouped(
             Frame(plan(rules=[magnitude_rule(b"w")], rest=tables(256))),
-            rest={"w": Frame()},
+            frames_after={"w": Frame()},
         ),
     ],
     "C28": [
@@ -379,19 +379,19 @@ CONTAINER: dict[str, list[Input]] = {
 
 
 ANCHOR = File({"w": full()})
-DEEP_ANCHOR = File(  # a chain of its own, as deep as the delta says that it is
+DEEP_ANCHOR = File(  # has a base itself, as the depth in the delta requires
     {"w": full()},
     features="delta,lossless",
     index={"base": {"content_id": "0" * 64, "file": "x.ckptz", "depth": 1}},
 )
-INLINE_ANCHOR = inlined(own=delta(bytes(16)))
+INLINE_ANCHOR = inlined(top=delta(bytes(16)))
 
 
 def chain(anchor: File = ANCHOR, depth: int = 1, file: str = "anchor.ckptz", **ref: Any) -> Folder:
-    """An anchor and a delta."""
+    """Build an anchor and a delta."""
     base = {"content_id": anchor.content_id(), "file": file, "depth": depth, **ref}
-    made = File({"w": delta()}, features="delta,lossless", index={"base": base})
-    return Folder({"delta.ckptz": made.bytes(), "anchor.ckptz": anchor.bytes()})
+    delta_file = File({"w": delta()}, features="delta,lossless", index={"base": base})
+    return Folder({"delta.ckptz": delta_file.bytes(), "anchor.ckptz": anchor.bytes()})
 
 
 PT = {"format": "pt"}
@@ -403,7 +403,7 @@ def text_field(text: str) -> bytes:
 
 
 def metadata_section(metadata: dict[str, str] | None) -> bytes:
-    """spec/07-chain.md#metadata-of-a-plain-base."""
+    """Encode the metadata of a plain base; see spec/07-chain.md#metadata-of-a-plain-base."""
     pairs = sorted((metadata or {}).items(), key=lambda pair: pair[0].encode())
     data = b"".join(text_field(text) for pair in pairs for text in pair)
     checksum = xxh64(bytes((metadata is not None,)) + data).to_bytes(8, "little")
@@ -414,13 +414,13 @@ MADE = metadata_section(PT)
 
 
 def of_plain(section: bytes, **rows: Any) -> Folder:
-    """A delta of a plain file with the section `base-metadata`."""
+    """Build a delta of a plain file with the section `base-metadata`."""
     base = {"content_id": File({"w": full()}).content_id(), "file": "base.safetensors", "depth": 1}
-    made = File(
+    delta_file = File(
         {"w": delta()}, features="delta,lossless", index={"base": base}, optional={"base-metadata": section}
     )
     plain = plain_file({"__metadata__": PT, **rows, **PLAIN_ROWS}, bytes(16))
-    return Folder({"delta.ckptz": made.bytes(), "base.safetensors": plain})
+    return Folder({"delta.ckptz": delta_file.bytes(), "base.safetensors": plain})
 
 
 CHAIN: dict[str, list[Input]] = {
@@ -446,5 +446,5 @@ CHAIN: dict[str, list[Input]] = {
         delta_group(File({"w": full()})),
     ],
     "H5": [of_plain(metadata) for metadata in (MADE[:15], MADE + b"\0", MADE[:8] + bytes(8))],
-    "H6": [of_plain(MADE, __metadata__=found) for found in (None, {}, {"format": "pu"}, {**PT, "a": "b"})],
+    "H6": [of_plain(MADE, __metadata__=other) for other in (None, {}, {"format": "pu"}, {**PT, "a": "b"})],
 }

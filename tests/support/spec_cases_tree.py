@@ -1,4 +1,4 @@
-"""Trees that a reader must refuse when it makes the nested checkpoint; see `spec_cases`."""
+"""Trees that a reader must refuse when it builds the nested checkpoint; see `spec_cases`."""
 
 from typing import Any
 
@@ -6,29 +6,29 @@ from tests.support.spec_files import File, Frame, Input
 
 
 def tree(root: Any, storages: Any = (), names: tuple[str, ...] = ("w",), **more: Any) -> File:
-    """A file of tensors of four bytes with a tree."""
+    """Build a file of tensors of four bytes with a tree."""
     index = {"tree": {"root": root, "storages": storages, **more}}
     return File({name: Frame() for name in names}, index=index)
 
 
 def node(value: Any, *storages: list[str], names: tuple[str, ...] = ("w",)) -> File:
-    """A tree with this node beside what names the tensor."""
+    """Build a tree with this node and one that names the tensor."""
     return tree({"dict": [["w", {"tensor": "w"}], ["n", value]]}, list(storages), names)
 
 
 def keyed(*items: Any) -> File:
-    """A tree with these items of a dictionary."""
+    """Build a tree with these items of a dictionary."""
     return node({"dict": list(items)})
 
 
 def view(shape: list[int], strides: list[int], offset: int = 0, number: int = 0) -> File:
-    """A tree with a view of a storage of one tensor of four bytes."""
+    """Build a tree with a view of a storage of one tensor of four bytes."""
     value = {"view": number, "dtype": "int8", "shape": shape, "strides": strides, "offset": offset}
     return node(value, ["s"], names=("w", "s"))
 
 
 def nested(levels: int) -> Any:
-    """Lists, one in another."""
+    """Nest lists in each other."""
     value: Any = 0
     for _ in range(levels):
         value = [value]

@@ -1,4 +1,4 @@
-"""Frames and files made of hand-written bytes, right or wrong, for the refusals of the specification."""
+"""Hand-made frames and files, valid or not, for the refusals of the specification."""
 
 import contextlib
 import hashlib
@@ -22,16 +22,16 @@ from ckptz.format.streams import CoderId
 from ckptz.store.resolve import Checkpoint, open_checkpoint
 
 Stream = tuple[int, bytes]
-Files = dict[str, bytes]  # by name; the first is the one to read, the others are there for its base
+Files = dict[str, bytes]  # by name; the first is the one to read, the others are for its base
 Json = dict[str, Any]
 Tensor = tuple[str, tuple[int, ...], bytes]  # dtype, shape, bytes
-Members = Mapping[str, tuple[tuple[int, ...], bytes]]  # of a group: shape and bytes by name
+Members = Mapping[str, tuple[tuple[int, ...], bytes]]  # tensors of a group: shape and bytes by name
 CONSTANT, STORED, ZSTD, SHARED, OWN, SPARSE, HUFFMAN = CoderId
-ABSENT = "absent"  # takes a field out
+ABSENT = "absent"  # value of a field that is left out
 
 
 def varint(value: int) -> bytes:
-    """See spec/01-integers.md#varint."""
+    """Encode an integer; see spec/01-integers.md#varint."""
     out = ByteWriter()
     out.varint(value)
     return out.getvalue()
@@ -51,7 +51,7 @@ def plan(
     rules: Sequence[bytes] = (),
     rest: bytes = b"",
 ) -> bytes:
-    """A plan as spec/05-frame.md#plan lists it; `rest` is map, tables and outer vectors."""
+    """Encode a plan; see spec/05-frame.md#plan. `rest` is the map, the tables and the outer vectors."""
     fixed = bytes((version, dtype_of(dtype).id if dtype_id is None else dtype_id, domain, predictor))
     sizes = b"".join(map(varint, shape)) if sizes is None else sizes
     modes = bytes((mode,)) if domain == 0 else b""
@@ -60,26 +60,26 @@ def plan(
 
 
 def embedded(codes: bytes, coder: int = CoderId.STORED) -> bytes:
-    """See spec/02-entropy.md#embedded-streams; `codes` are the bytes of the stream."""
+    """Encode an embedded stream of the bytes `codes`; see spec/02-entropy.md#embedded-streams."""
     return bytes((coder,)) + varint(len(codes)) + codes
 
 
 def vectors(*each: bytes) -> bytes:
-    """Outer vectors, F32, as stored planes."""
+    """Encode outer vectors of F32 as stored planes."""
     return b"".join(embedded(vector[j::4]) for vector in each for j in range(4))
 
 
 class Input(Protocol):
-    """What makes bytes for a reader."""
+    """Something that has files for a reader."""
 
     def files(self) -> Files: ...
 
 
 @dataclass
 class Frame:
-    """One frame; by default of one chunk, four bytes, stored.
+    """A frame, by default of one chunk with four bytes in a stored stream.
 
-    All `n_chunks` chunks are the same; `last` are the streams and decoded bytes of one more behind them.
+    All `n_chunks` chunks are equal; `last` has the streams and the decoded bytes of one more chunk.
     """
 
     plan: bytes = field(default_factory=plan)
@@ -97,12 +97,12 @@ class Frame:
 
     @property
     def payload(self) -> bytes:
-        """The bytes of a chunk."""
+        """The stored bytes of a chunk."""
         return b"".join(data for _, data in self.streams)
 
     @property
     def checksum(self) -> int:
-        """Of a decoded chunk."""
+        """The checksum of a decoded chunk."""
         return xxh64(self.decoded) if self.decoded_checksum is None else self.decoded_checksum
 
     def _record(self, out: ByteWriter, streams: Sequence[Stream], decoded: int) -> None:
@@ -134,7 +134,7 @@ class Frame:
 
     @property
     def patterns(self) -> bytes:
-        """What all of it decodes to."""
+        """The decoded bytes of all chunks."""
         return self.decoded * self.n_chunks + (self.last[1] if self.last else b"")
 
     @property
@@ -142,15 +142,15 @@ class Frame:
         return combine([self.checksum] * self.n_chunks + ([xxh64(self.last[1])] if self.last else []))
 
     def parse(self) -> FrameHeader:
-        """The header, as the reader sees it."""
+        """Parse the header by the reader."""
         return FrameHeader.parse(self.header)
 
     def files(self) -> Files:
-        """A file with this frame only."""
+        """Return a file with this frame only."""
         return File({"w": self}, features="lossless,maps").files()
 
     def decode(self, base: TensorSource | None = None) -> bytes:
-        """The patterns of the one chunk, as the reader decodes them."""
+        """Decode the only chunk by the reader."""
         header = self.parse()
         out = np.empty(header.n_patterns, PATTERN_TYPES[header.dtype.pattern_bytes])
         payload = np.frombuffer(self.payload, np.uint8)
@@ -160,10 +160,10 @@ class Frame:
 
 @dataclass
 class File:
-    """A `.ckptz` file; fields that are set replace, or add to, what would be right.
+    """A `.ckptz` file; fields that are set replace the valid values or are added to them.
 
-    `groups` has the members of the frames that several tensors share, and `order` the names of all tensors
-    where they are not in the order of the frames.
+    `groups` has the members of the frames that several tensors share. `order` lists the names of all tensors
+    if they are not in the order of the frames.
     """
 
     frames: Mapping[str, Frame] = field(default_factory=lambda: {"w": Frame()})
@@ -185,15 +185,15 @@ class File:
     behind: bytes = b""
 
     def entries(self, level: int = 0) -> list[Json]:
-        """Of the file's own tensors, or of inline base `level`."""
+        """Return the index entries of the file's tensors, or of inline base `level`."""
         levels, groups = [self.frames, *self.inline], self.groups if level == 0 else {}
         offset = sum(len(frame.bytes) for frames in levels[:level] for frame in frames.values())
         entries, changes = [], self.inline_entry if level else self.entry
         for name, frame in levels[level].items():
             n_bytes, checksum = len(frame.bytes), f"{frame.tensor_checksum:016x}"
-            place = {"offset": offset, "n_bytes": n_bytes, "checksum": checksum}
+            position = {"offset": offset, "n_bytes": n_bytes, "checksum": checksum}
             for member, (shape, decoded) in groups.get(name, {name: (frame.shape, b"")}).items():
-                entry = {"name": member, "dtype": frame.dtype, "shape": list(shape), **place}
+                entry = {"name": member, "dtype": frame.dtype, "shape": list(shape), **position}
                 if name in groups:
                     entry |= {
                         "checksum": f"{combine([xxh64(decoded)]):016x}",
@@ -205,15 +205,15 @@ class File:
         return sorted(entries, key=lambda entry: self.order.index(entry["name"])) if self.order else entries
 
     def tensors(self) -> dict[str, Tensor]:
-        """What it decodes to."""
-        found: dict[str, Tensor] = {}
+        """Return the tensors that the file decodes to."""
+        decoded: dict[str, Tensor] = {}
         for name, frame in self.frames.items():
             members = self.groups.get(name, {name: (frame.shape, frame.patterns)})
-            found |= {member: (frame.dtype, shape, data) for member, (shape, data) in members.items()}
-        return {name: found[name] for name in self.order or found}
+            decoded |= {member: (frame.dtype, shape, data) for member, (shape, data) in members.items()}
+        return {name: decoded[name] for name in self.order or decoded}
 
     def content_id(self) -> str:
-        """Of the entries as they are, where they make sense."""
+        """Return the content id of the entries, or zeros if they are too invalid to have one."""
         with contextlib.suppress(Exception):
             rows = (
                 (e["name"], e["dtype"], tuple(e["shape"]), int(e["checksum"], 16)) for e in self.entries()
@@ -222,14 +222,14 @@ class File:
         return "0" * 64
 
     def packed_index(self) -> bytes:
-        """The region of the index, plain."""
+        """Return the region of the index, uncompressed."""
         if self.packed is not None:
             return self.packed
-        known: Json = {"writer": "by hand", "content_id": self.content_id(), "tensors": self.entries()}
+        valid: Json = {"writer": "by hand", "content_id": self.content_id(), "tensors": self.entries()}
         if self.inline:
             rows = [self.entries(level) for level in range(1, len(self.inline) + 1)]
-            known["inline"] = [{"content_id": "", "file": "", "tensors": entries} for entries in rows]
-        index = {key: value for key, value in {**known, **self.index}.items() if value != ABSENT}
+            valid["inline"] = [{"content_id": "", "file": "", "tensors": entries} for entries in rows]
+        index = {key: value for key, value in {**valid, **self.index}.items() if value != ABSENT}
         return b"\0" + json.dumps(index).encode()
 
     def bytes(self) -> bytes:
@@ -258,41 +258,41 @@ class File:
         return len(text).to_bytes(8, "little") + text + data
 
     def files(self) -> Files:
-        """This one."""
+        """Return this file."""
         return {"w.ckptz": self.bytes()}
 
     def open(self) -> Checkpoint:
         return open_bytes(self.bytes())
 
     def read(self) -> dict[str, bytes]:
-        """Every tensor's bytes."""
+        """Return the bytes of every tensor."""
         return read_all(self.open())
 
 
 @dataclass(frozen=True)
 class Raw:
-    """Bytes as they are."""
+    """A file of these bytes."""
 
     data: bytes
 
     def files(self) -> Files:
-        """This one."""
+        """Return this file."""
         return {"w.ckptz": self.data}
 
 
 @dataclass(frozen=True)
 class Folder:
-    """Several files; see `Files`."""
+    """Several files, the first of which is to be read."""
 
     contents: Files
 
     def files(self) -> Files:
-        """All of them."""
+        """Return all files."""
         return self.contents
 
 
 def read_files(files: Files, folder: Path) -> dict[str, bytes]:
-    """Every tensor's bytes of the first file, the others being put into a folder beside it."""
+    """Read every tensor's bytes of the first file; the other files are written to `folder` with it."""
     first = next(iter(files))
     if len(files) == 1:
         return read_all(open_bytes(files[first]))
@@ -306,12 +306,12 @@ def read_files(files: Files, folder: Path) -> dict[str, bytes]:
 
 
 def open_bytes(data: bytes) -> Checkpoint:
-    """A file in memory."""
+    """Open a file in memory."""
     return open_checkpoint(MemoryBytes(data))
 
 
 def read_all(checkpoint: Checkpoint) -> dict[str, bytes]:
-    """Every tensor's bytes."""
+    """Return the bytes of every tensor."""
     for source in checkpoint.tensors.values():
         check_empty(source)
     sources = checkpoint.tensors.items()
@@ -319,11 +319,11 @@ def read_all(checkpoint: Checkpoint) -> dict[str, bytes]:
 
 
 def plain_file(rows: Json, data: bytes) -> bytes:
-    """A safetensors file with this header."""
+    """Return the bytes of a safetensors file with this header."""
     text = json.dumps(rows).encode()
     return len(text).to_bytes(8, "little") + text + data
 
 
 def header_text(data: bytes) -> bytes:
-    """The header of a file."""
+    """Return the header of a file."""
     return data[8 : 8 + int.from_bytes(data[:8], "little")]

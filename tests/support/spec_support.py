@@ -1,4 +1,4 @@
-"""The pages of the specification as data: headings, anchors and tables."""
+"""The pages of the specification as data: sections, tables and code."""
 
 import functools
 import re
@@ -16,19 +16,19 @@ Table = list[Row]
 
 @dataclass
 class Section:
-    """What stands under one heading, up to the next of any level."""
+    """The lines from one heading to the next heading of any level."""
 
     anchor: str
     lines: list[str] = field(default_factory=list)
 
     @property
     def tables(self) -> list[Table]:
-        """Every table, one dict a row."""
+        """Every table of the section, as one dict per row."""
         return [_table(block) for block in _blocks(self.lines)]
 
 
 def slug(heading: str) -> str:
-    """The anchor that a heading gets where the pages are shown."""
+    """Return the anchor of a heading on GitHub and on the site."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
 
 
@@ -43,7 +43,7 @@ def _blocks(lines: list[str]) -> Iterator[list[str]]:
 
 
 def cells(line: str) -> list[str]:
-    """The cells of a table's row, without code marks; `\\|` stands for the bar itself."""
+    """Split a table's row into its cells, without code marks; `\\|` is a literal bar."""
     parts = re.split(r"(?<!\\)\|", line.strip().strip("|"))
     return [part.strip().strip("`").replace("\\|", "|") for part in parts]
 
@@ -55,7 +55,7 @@ def _table(block: list[str]) -> Table:
 
 @functools.cache
 def page(name: str) -> dict[str, Section]:
-    """The sections of a page by anchor, in order."""
+    """Return the sections of a page by anchor, in order."""
     sections: dict[str, Section] = {}
     current = Section("")
     for line in (SPEC / name).read_text(encoding="utf-8").splitlines():
@@ -68,31 +68,31 @@ def page(name: str) -> dict[str, Section]:
 
 
 def table(name: str, anchor: str, *columns: str) -> Table:
-    """The one table of a section that has these columns."""
-    found = [t for t in page(name)[anchor].tables if set(columns) <= set(t[0])]
-    assert len(found) == 1, f"{name}#{anchor} has {len(found)} tables with columns {columns}"
-    return found[0]
+    """Return the only table of a section that has these columns."""
+    matches = [t for t in page(name)[anchor].tables if set(columns) <= set(t[0])]
+    assert len(matches) == 1, f"{name}#{anchor} has {len(matches)} tables with columns {columns}"
+    return matches[0]
 
 
 def pages() -> list[str]:
-    """All pages."""
+    """List the names of all pages."""
     return sorted(path.name for path in SPEC.glob("*.md"))
 
 
 def refusals() -> dict[str, tuple[str, str]]:
-    """(page, kind) of every refusal of files, by id; those of messages have tests of their own."""
-    found: dict[str, tuple[str, str]] = {}
+    """Return (page, kind) of every refusal of files by its id; tests of the wire check those of messages."""
+    by_id: dict[str, tuple[str, str]] = {}
     for name in pages():
         if "refusals" not in page(name) or name == "08-wire.md":
             continue
         for row in table(name, "refusals", "id", "refuse", "kind"):
-            assert row["id"] not in found, f"refusal {row['id']} is listed twice"
-            found[row["id"]] = name, row["kind"]
-    return found
+            assert row["id"] not in by_id, f"refusal {row['id']} is listed twice"
+            by_id[row["id"]] = name, row["kind"]
+    return by_id
 
 
 def hex_bytes(text: str) -> bytes:
-    """Bytes as the pages write them: `00 01 ... 27` goes up in ones."""
+    """Parse bytes as the pages write them; `00 01 ... 27` counts up by one."""
     if text == "(empty)":
         return b""
     if match := re.fullmatch(r"([0-9a-f]{2}) .* \.\.\. ([0-9a-f]{2})", text):
@@ -101,17 +101,17 @@ def hex_bytes(text: str) -> bytes:
 
 
 def numbers(text: str) -> list[int]:
-    """Integers separated by spaces or commas."""
+    """Parse integers separated by spaces or commas."""
     return [int(part, 0) for part in re.split(r"[ ,]+", text) if part]
 
 
 def block_with(page: Path, words: str) -> Any:
-    """The one block of Python of a page that has these words, compiled."""
-    found = [b for b in re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL) if words in b]
-    assert len(found) == 1
-    return compile(found[0], page.name, "exec", dont_inherit=True)
+    """Compile the only Python block of a page that contains `words`."""
+    blocks = [b for b in re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL) if words in b]
+    assert len(blocks) == 1
+    return compile(blocks[0], page.name, "exec", dont_inherit=True)
 
 
 def python_of(page: Path) -> str:
-    """The Python of a page, one block behind the other."""
+    """Return all Python blocks of a page as one text."""
     return "\n".join(re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL))

@@ -1,7 +1,8 @@
-"""Inputs that a reader must decode, with what they decode to and the refusals whose rules they need.
+"""Inputs that a reader must decode, with the expected tensors and the refusals whose rules they need.
 
-The files that they make are spec/vectors/valid and spec/vectors/chain, written by spec/make_vectors.py. A
-reader that misreads a rule, or refuses too much by it, fails on an input that names it.
+spec/make_vectors.py writes their files to spec/vectors/valid and spec/vectors/chain. A reader that misreads a
+rule, or refuses more than the rule says, fails on an input that names the rule.
+
 """
 
 import struct
@@ -81,18 +82,18 @@ from tests.support.spec_support import table
 
 @dataclass(frozen=True)
 class Valid:
-    """A file, those beside it, and the rules that it needs, by their refusals."""
+    """A file, the files of its bases, and the ids of the refusals whose rules it needs."""
 
     needs: str
     file: File
     beside: Files = field(default_factory=dict)
 
     def files(self) -> Files:
-        """The file first."""
+        """Return all files, the one to read first."""
         return {"w.ckptz": self.file.bytes(), **self.beside}
 
     def tensors(self) -> dict[str, Tensor]:
-        """What it decodes to."""
+        """Return the tensors that the file decodes to."""
         return self.file.tensors()
 
 
@@ -108,16 +109,16 @@ class Plain(Valid):
         return {"w.safetensors": plain_file(dict(self.rows), self.data)}
 
     def tensors(self) -> dict[str, Tensor]:
-        found = {}
+        tensors = {}
         for name, row in self.rows.items():
             if name != "__metadata__":
                 begin, end = row["data_offsets"]
-                found[name] = (row["dtype"], tuple(row["shape"]), self.data[begin:end])
-        return found
+                tensors[name] = (row["dtype"], tuple(row["shape"]), self.data[begin:end])
+        return tensors
 
 
 def one(needs: str, frame: Frame) -> Valid:
-    """A file of one frame."""
+    """Return a file of one frame."""
     return Valid(needs, File({"w": frame}, features="lossless,maps"))
 
 
@@ -131,10 +132,12 @@ def low(
     dtype: str = "F32",
     domain: int = 1,
 ) -> Valid:
-    """A file of one frame of low rank; `behind` are its terms."""
+    """Return a file of one low-rank frame; `behind` has its terms."""
     rest = b"\0\1" + varint(len(entries) // DTYPES[dtype].pattern_bytes) + entries + behind
-    made = plan(dtype=dtype, domain=domain, predictor=4, shape=shape, rest=rest)
-    frame = Frame(made, streams if decoded else (), decoded, dtype, shape, n_chunks=int(bool(decoded)))
+    encoded_plan = plan(dtype=dtype, domain=domain, predictor=4, shape=shape, rest=rest)
+    frame = Frame(
+        encoded_plan, streams if decoded else (), decoded, dtype, shape, n_chunks=int(bool(decoded))
+    )
     return Valid(needs, as_low_rank(frame))
 
 
@@ -146,7 +149,7 @@ def file(needs: str, *args: Any, **fields: Any) -> Valid:
 
 
 def frequency_table(frequencies: Mapping[int, int], order: int = 5) -> bytes:
-    """spec/02-entropy.md#frequency-table."""
+    """Encode a frequency table; see spec/02-entropy.md#frequency-table."""
     assert sum(frequencies.values()) == 4096
     first, last = min(frequencies), max(frequencies)
     values = np.array([frequencies.get(s, 0) for s in range(first, last)], np.uint16)
@@ -154,7 +157,7 @@ def frequency_table(frequencies: Mapping[int, int], order: int = 5) -> bytes:
 
 
 def rans(codes: Sequence[int], each: Sequence[Mapping[int, int]], lane_index: int = 0) -> bytes:
-    """spec/02-entropy.md#encoding-informative: codes in stream order, each with its frequencies."""
+    """Encode codes in stream order, each by its frequencies; see spec/02-entropy.md#encoding-informative."""
     lanes = (1, 4, 32)[lane_index]
     x, words = [1 << 16] * lanes, []
     for i in reversed(range(len(codes))):
@@ -172,42 +175,44 @@ LONE = {7: 4096}
 CODES = [0, 0, 2, 0, 3, 0, 0, 0, 0, 1, 0, 0] * 4
 
 
-def own(frequencies: Mapping[int, int], codes: Sequence[int], lane_index: int, order: int = 5) -> Frame:
+def with_own_table(
+    frequencies: Mapping[int, int], codes: Sequence[int], lane_index: int, order: int = 5
+) -> Frame:
     stream = frequency_table(frequencies, order) + rans(codes, [frequencies] * len(codes), lane_index)
     return coded(OWN, stream, len(codes), bytes(codes))
 
 
 def shared(rule: bytes, labels: Sequence[int], codes: Sequence[int], by_context: Sequence[int]) -> Frame:
-    """Codes in one stream by two tables, EVEN and SKEWED, one of them for each context."""
+    """Build a frame of codes in one stream by two tables, EVEN and SKEWED, one of them for each context."""
     both = (EVEN, SKEWED)
     order = sorted(range(len(codes)), key=lambda i: labels[i])
     each = [both[by_context[labels[i]]] for i in order]
     runs = b"".join(varint(1) + varint(number) for number in by_context)
     rest = b"\2" + b"".join(map(frequency_table, both)) + runs
-    made = plan(shape=(4, len(codes) // 4), rules=[rule], rest=rest)
+    encoded_plan = plan(shape=(4, len(codes) // 4), rules=[rule], rest=rest)
     stream = rans([codes[i] for i in order], each)
-    return Frame(made, [(SHARED, stream)], bytes(codes), shape=(4, len(codes) // 4))
+    return Frame(encoded_plan, [(SHARED, stream)], bytes(codes), shape=(4, len(codes) // 4))
 
 
 def parts(common: int, gaps: tuple[int, int, bytes], values: tuple[int, int, bytes]) -> bytes:
-    """A sparse stream; each part has a count, a coder and a stream."""
+    """Encode a sparse stream; each part has a count, a coder and a stream."""
     return bytes((common,)) + b"".join(
         varint(count) + embedded(data, coder) for count, coder, data in (gaps, values)
     )
 
 
 def code_words(lengths: Mapping[int, int]) -> dict[int, str]:
-    """spec/02-entropy.md#code-words, as texts of bits."""
-    words, word, before = {}, 0, 0
+    """Return the code word of each code as a text of bits; see spec/02-entropy.md#code-words."""
+    words, word, n_bits = {}, 0, 0
     for code in sorted(lengths, key=lambda code: (lengths[code], code)):
-        word, before = word << (lengths[code] - before), lengths[code]
-        words[code] = f"{word:0{before}b}"
+        word, n_bits = word << (lengths[code] - n_bits), lengths[code]
+        words[code] = f"{word:0{n_bits}b}"
         word += 1
     return words
 
 
 def by_huffman(lengths: Mapping[int, int], codes: Sequence[int]) -> bytes:
-    """spec/02-entropy.md#huffman."""
+    """Encode a Huffman stream; see spec/02-entropy.md#huffman."""
     first, last, q = min(lengths), max(lengths), -(-len(codes) // 4)
     words = code_words(lengths)
     texts = ["".join(words[code] for code in codes[j * q : (j + 1) * q]) for j in range(4)]
@@ -218,7 +223,7 @@ def by_huffman(lengths: Mapping[int, int], codes: Sequence[int]) -> bytes:
 
 
 def huffman_coded(lengths: Mapping[int, int], codes: Sequence[int]) -> Valid:
-    """A file of one Huffman stream."""
+    """Return a file of one Huffman stream."""
     frame = coded(HUFFMAN, by_huffman(lengths, codes), len(codes), bytes(codes))
     return Valid("E1 E15 E16 E17 E18", as_huffman(frame))
 
@@ -242,12 +247,16 @@ STREAMS: dict[str, Valid] = {
     "coder-zstd-compressed": one("E5", coded(ZSTD, FOXES, 100, (b"the quick brown fox " * 6)[:100])),
     "coder-zstd-window-8mib": one("E5", coded(ZSTD, windowed(13))),
     "coder-zstd-dictionary-0": one("E5", coded(ZSTD, zstd_frame(0x21, b"\0\4"))),
-    "coder-rans-own-1-lane": one("E1 E6 E9 E10 E11 E12 I5 I6", own(EVEN, [0, 1, 2, 3, 3, 1, 0, 2, 2], 0)),
-    "coder-rans-own-4-lanes": one("E9 E10 E12", own(SKEWED, [0, 0, 3, 0, 2, 0, 0, 0, 3, 3, 2], 1)),
-    "coder-rans-own-32-lanes": one("E9 E10 E12", own(SKEWED, [2, 3, 0] * 30, 2)),
-    "coder-rans-own-order-0": one("E6 I5", own({0: 1, 1: 2, 255: 4093}, [255, 0, 1, 255] * 3, 0, 0)),
-    "coder-rans-own-order-11": one("E6 I5", own({3: 2048, 4: 2048}, [3, 4, 4, 3], 0, 11)),
-    "histogram-of-one-symbol": one("E6 E12", own(LONE, [7] * 50, 1)),
+    "coder-rans-own-1-lane": one(
+        "E1 E6 E9 E10 E11 E12 I5 I6", with_own_table(EVEN, [0, 1, 2, 3, 3, 1, 0, 2, 2], 0)
+    ),
+    "coder-rans-own-4-lanes": one("E9 E10 E12", with_own_table(SKEWED, [0, 0, 3, 0, 2, 0, 0, 0, 3, 3, 2], 1)),
+    "coder-rans-own-32-lanes": one("E9 E10 E12", with_own_table(SKEWED, [2, 3, 0] * 30, 2)),
+    "coder-rans-own-order-0": one(
+        "E6 I5", with_own_table({0: 1, 1: 2, 255: 4093}, [255, 0, 1, 255] * 3, 0, 0)
+    ),
+    "coder-rans-own-order-11": one("E6 I5", with_own_table({3: 2048, 4: 2048}, [3, 4, 4, 3], 0, 11)),
+    "histogram-of-one-symbol": one("E6 E12", with_own_table(LONE, [7] * 50, 1)),
     "coder-rans-shared-rows": one(
         "E1 E2 E7 E8 E12 T3 T4",
         shared(row_rule(2, b"\0\1\1\0"), [0] * 12 + [1] * 24 + [0] * 12, [0, 2, 3, 0] * 12, [0, 1]),
@@ -322,7 +331,7 @@ PATTERNS = bytes.fromhex("00000080 0000807f 010080ff ffffffff 0100007f 00000000 
 
 
 def tensor(dtype: str) -> Frame:
-    """32 bytes of any type: signed zeros, infinities, NaN with payloads, subnormals."""
+    """Return a frame of 32 bytes of a dtype: signed zeros, infinities, NaN with payloads, subnormals."""
     shape = (32 * 8 // DTYPES[dtype].bits,) if DTYPES[dtype].bits in (4, 8, 16, 32, 64) else (4, 4)
     return exact(dtype, PATTERNS[: 12 if shape == (4, 4) else 32], shape)
 
@@ -366,20 +375,20 @@ TENSORS: dict[str, Valid] = {
 
 
 def by_magnitude(name: str) -> Frame:
-    """Codes by the magnitude of another tensor of bytes, 3 and 130: contexts 3 and 2."""
+    """Build a frame with contexts by the magnitudes of another tensor: bytes 3 and 130 give 3 and 2."""
     rest = (
         b"\2" + frequency_table(LONE) + frequency_table({9: 4096}) + varint(3) + b"\0" + varint(253) + b"\1"
     )
-    made = plan(rules=[magnitude_rule(name.encode())], rest=rest)
+    encoded_plan = plan(rules=[magnitude_rule(name.encode())], rest=rest)
     stream = rans([7, 7, 9, 9], [LONE, LONE, {9: 4096}, {9: 4096}])
-    return Frame(made, [(SHARED, stream)], b"\x09\x07\x07\x09")
+    return Frame(encoded_plan, [(SHARED, stream)], b"\x09\x07\x07\x09")
 
 
 OTHER = Frame(streams=[(STORED, b"\3\x82\2\3")], decoded=b"\3\x82\2\3")
 
 
 def by_products(shift: int, rows: list[list[int]], columns: list[list[int]], *, row: bytes = b"") -> Frame:
-    """Codes by the sign of sums of products; `rows` and `columns` have a list of levels for each term."""
+    """Build a frame with contexts by sums of products; `rows` and `columns` list the levels of each term."""
     shape = len(rows[0]), len(columns[0])
     sums = [
         sum(a[i] * b[j] for a, b in zip(rows, columns, strict=True))
@@ -395,12 +404,12 @@ def by_products(shift: int, rows: list[list[int]], columns: list[list[int]], *, 
     each = [SKEWED if labels[i] >= 128 else EVEN for i in order]
     runs = varint(128) + b"\0" + varint(128) + b"\1"
     rest = b"\2" + frequency_table(EVEN) + frequency_table(SKEWED) + runs
-    made = plan(shape=shape, rules=[products_rule(shift, len(rows), stored)], rest=rest)
-    return Frame(made, [(SHARED, rans([codes[i] for i in order], each))], bytes(codes), shape=shape)
+    encoded_plan = plan(shape=shape, rules=[products_rule(shift, len(rows), stored)], rest=rest)
+    return Frame(encoded_plan, [(SHARED, rans([codes[i] for i in order], each))], bytes(codes), shape=shape)
 
 
 def product(needs: str, frame: Frame) -> Valid:
-    """A file of one frame with contexts by products."""
+    """Return a file of one frame with contexts by products."""
     return Valid(needs, as_products(frame))
 
 
@@ -467,17 +476,17 @@ def mapped(
     behind: bytes = b"",
     exact: Sequence[tuple[int, bytes]] = (),
 ) -> Frame:
-    """A frame with a quantization map; `behind` is what follows the entries in the plan."""
+    """Build a frame with a quantization map; `behind` follows the entries in the plan."""
     shape = (len(codes),)
     rest = bytes((kind,)) + varint(rows) + varint(n_codes) + entries + behind
-    made = plan(
+    encoded_plan = plan(
         dtype=dtype, domain=domain, predictor=predictor, flags=flags, shape=shape, rules=rules, rest=rest
     )
-    return Frame(made, [(STORED, bytes(codes)), *exact], decoded, dtype, shape)
+    return Frame(encoded_plan, [(STORED, bytes(codes)), *exact], decoded, dtype, shape)
 
 
 def cast_frame(dtype: str) -> Frame:
-    """Every row of the page's table of casts that gives a finite pattern but -0.0, which +0.0 swallows."""
+    """Build a frame of every row in the page's table of casts with a finite result, except -0.0."""
     exponent = {"BF16": 0x7F80, "F16": 0x7C00}[dtype]
     rows = [(int(row["F32"], 16), int(row[dtype], 16)) for row in table("04-quantization.md", "cast", "F32")]
     rows = [(p, u) for p, u in rows if u & exponent != exponent and u != 0x8000]
@@ -491,7 +500,7 @@ def expanded(decoded: bytes, scale: float, level: float, offset: float, **fields
 
 
 def outer_by_all_coders() -> Frame:
-    """The rows 0x3f010000, 0x3f000000, 0x3f024000, 0x3f030000, times 1 and -2."""
+    """Build a frame with the row vector 0x3f010000, 0x3f000000, 0x3f024000, 0x3f030000, times 1 and -2."""
     rows = (
         (ZSTD, SIZED),
         (SPARSE, parts(0, (1, STORED, b"\2"), (1, STORED, b"\x40"))),
@@ -502,8 +511,8 @@ def outer_by_all_coders() -> Frame:
     rest = b"\0\1\1" + f32s(0) + b"".join(embedded(data, coder) for coder, data in rows) + column
     products = f32s(0x3F010000, 0xBF810000, 0x3F000000, 0xBF800000)
     products += f32s(0x3F024000, 0xBF824000, 0x3F030000, 0xBF830000)
-    made = plan(dtype="F32", domain=1, predictor=2, shape=(4, 2), rest=rest)
-    return Frame(made, [(CONSTANT, b"\0")], products, "F32", (4, 2))
+    encoded_plan = plan(dtype="F32", domain=1, predictor=2, shape=(4, 2), rest=rest)
+    return Frame(encoded_plan, [(CONSTANT, b"\0")], products, "F32", (4, 2))
 
 
 MAPS: dict[str, Valid] = {
@@ -709,20 +718,25 @@ FILES: dict[str, Valid] = {
 
 
 def based(
-    needs: str, frame: Frame, other: File | Plain, depth: int = 1, name: str = "base.ckptz", **more: bytes
+    needs: str,
+    frame: Frame,
+    base_file: File | Plain,
+    depth: int = 1,
+    name: str = "base.ckptz",
+    **more_files: bytes,
 ) -> Valid:
-    """A delta of one tensor, and its base in a file of its own."""
-    data = next(iter(other.files().values()))
-    wanted = other.content_id() if isinstance(other, File) else plain_id(other)
-    reference = {"content_id": wanted, "file": name, "depth": depth}
-    made = File({"w": frame}, features="delta,lossless,maps", index={"base": reference})
-    return Valid(needs, made, {name: data, **more})
+    """Return a delta of one tensor, and its base in another file."""
+    data = next(iter(base_file.files().values()))
+    wanted_id = base_file.content_id() if isinstance(base_file, File) else plain_id(base_file)
+    reference = {"content_id": wanted_id, "file": name, "depth": depth}
+    delta_file = File({"w": frame}, features="delta,lossless,maps", index={"base": reference})
+    return Valid(needs, delta_file, {name: data, **more_files})
 
 
-def plain_id(other: Plain) -> str:
-    """Content id of a plain file: that of a file with the same tensors."""
+def plain_id(file: Plain) -> str:
+    """Return the content id of a plain file, which is that of a `.ckptz` file with the same tensors."""
     frames = {}
-    for name, (dtype, shape, data) in other.tensors().items():
+    for name, (dtype, shape, data) in file.tensors().items():
         frames[name] = Frame(decoded=data, dtype=dtype, shape=shape)
     return File(frames).content_id()
 
@@ -730,7 +744,7 @@ def plain_id(other: Plain) -> str:
 def of_base(
     decoded: bytes, patterns: bytes, dtype: str, mode: int, z: bytes, shape: tuple[int, ...]
 ) -> Valid:
-    """A delta by a plane mode; `z` is what its streams join to."""
+    """Return a delta by a plane mode; `z` are the joined planes."""
     frame = exact(dtype, decoded, shape, z, predictor=1, mode=mode)
     return based("F9 F12 F13 H3 H4 C18 C19", frame, File({"w": exact(dtype, patterns, shape)}))
 
@@ -740,14 +754,14 @@ def over(frame: Frame, base_frame: Frame, needs: str) -> Valid:
 
 
 def classes_of_base(base_codes: int | None) -> Frame:
-    """Codes by context: 7 in contexts 0 and 2, 9 in the others, of bytes of planes that are all alike."""
+    """Build a frame whose contexts need codes 7 or 9, in planes of equal bytes."""
     rule = b"\4" + varint(4) if base_codes is not None else b"\1\0"
     n = 4 if base_codes is not None else 256
     return replace(exact("F32", F32, rules=[rule], rest=tables(n) * 4), base_codes=base_codes)
 
 
 def everything() -> Valid:
-    """Exclusive or with the base, contexts by its codes and by another tensor of the file."""
+    """Return a delta by exclusive or, with contexts by its base's codes and by another tensor of the file."""
     rules = [b"\4" + varint(4), magnitude_rule(b"v")]
     frame = exact("F32", ONE * 4, None, bytes(16), predictor=1, mode=2, rules=rules, rest=tables(1024) * 4)
     frame.base_codes = xxh64(b"\0\1\2\3")
@@ -763,11 +777,11 @@ PLAIN_BASE = Plain("", rows={"w": {"dtype": "F32", "shape": [4], "data_offsets":
 
 
 def of_plain(needs: str, metadata: dict[str, str] | None) -> Valid:
-    """A delta of a plain file with the section `base-metadata`."""
+    """Return a delta of a plain file with the section `base-metadata`."""
     plain = Plain("", rows={**PLAIN_BASE.rows, "__metadata__": metadata}, data=PLAIN_BASE.data)
-    found = based(needs, delta(), plain, name="base.safetensors")
-    found.file.optional = {"base-metadata": metadata_section(metadata)}
-    return found
+    delta_input = based(needs, delta(), plain, name="base.safetensors")
+    delta_input.file.optional = {"base-metadata": metadata_section(metadata)}
+    return delta_input
 
 
 MIDDLE = based("", delta(), File({"w": full()}), name="anchor.ckptz")
@@ -777,11 +791,11 @@ LONGEST = based("", delta(), File({"w": full()}), name="é" * 124 + ".ckptz" + "
 
 
 def second_step() -> Valid:
-    """Back to zeros from what the first step made."""
+    """Return a delta that leads back to zeros, based on a delta."""
     anchor = MIDDLE.beside["anchor.ckptz"]
     frame = exact("F32", bytes(16), stored=F32, predictor=1, mode=2)
-    found = based("H1 H3", frame, MIDDLE.file, depth=2, name="middle.ckptz")
-    return Valid(found.needs, found.file, {**found.beside, "anchor.ckptz": anchor})
+    delta_input = based("H1 H3", frame, MIDDLE.file, depth=2, name="middle.ckptz")
+    return Valid(delta_input.needs, delta_input.file, {**delta_input.beside, "anchor.ckptz": anchor})
 
 
 CHAIN: dict[str, Valid] = {
@@ -858,23 +872,23 @@ CHAIN: dict[str, Valid] = {
     ),
     "delta-classes-by-everything": everything(),
     "inline-one": Valid("C13 C14 C19 C22 C23 C24 F12", inlined()),
-    "inline-not-needed": Valid("C19", inlined(own=Frame())),
+    "inline-not-needed": Valid("C19", inlined(top=Frame())),
     "inline-below-the-needed": Valid("C19", inlined({"w": full()}, {"v": full()})),
     "inline-two": Valid("C14 C19 C24", inlined({"w": delta(bytes(16)), "v": full()}, {"w": full()})),
-    "delta-of-an-inline-file": based("H3 C22", delta(), inlined(own=delta(bytes(16))), depth=2),
+    "delta-of-an-inline-file": based("H3 C22", delta(), inlined(top=delta(bytes(16))), depth=2),
 }
 
 
 # --- groups -------------------------------------------------------------------------------------
 
 
-def of_group(needs: str, made: File, base_file: File | Plain) -> Valid:
-    """A delta with the parts of a file, and its base."""
-    wanted = base_file.content_id() if isinstance(base_file, File) else plain_id(base_file)
+def of_group(needs: str, file: File, base_file: File | Plain) -> Valid:
+    """Return a delta of the frames of a file, and its base."""
+    content_id = base_file.content_id() if isinstance(base_file, File) else plain_id(base_file)
     name = "base.ckptz" if isinstance(base_file, File) else "base.safetensors"
-    reference = {"content_id": wanted, "file": name, "depth": 1}
-    made = replace(made, features=f"delta,{made.features}", index={"base": reference})
-    return Valid(needs, made, {name: next(iter(base_file.files().values()))})
+    reference = {"content_id": content_id, "file": name, "depth": 1}
+    file = replace(file, features=f"delta,{file.features}", index={"base": reference})
+    return Valid(needs, file, {name: next(iter(base_file.files().values()))})
 
 
 PLAIN_PAIR = Plain(
@@ -888,11 +902,11 @@ PLAIN_PAIR = Plain(
 MOST = Frame(plan(shape=(65_536,)), [(CONSTANT, b"\7")], b"\7" * 65_536, shape=(65_536,))
 NAMES_A_MEMBER = exact("U8", b"\1\2\3", rules=[magnitude_rule(b"a")], rest=tables(256))
 GROUPS = {
-    "group": Valid("C14 C15 C25 C26 C27 C28", grouped(rest={"w": Frame()}, order="awb")),
+    "group": Valid("C14 C15 C25 C26 C27 C28", grouped(frames_after={"w": Frame()}, order="awb")),
     "group-alone": Valid("C26", grouped(members={"a": ((2, 2), b"\1\2\3\4")})),
     "groups-of-two-dtypes": Valid("C25 C26", two_groups()),
     "group-of-most-patterns": Valid("C26", grouped(MOST, {"a": ((65_536,), b"\7" * 65_536)})),
-    "group-with-a-named-member": Valid("C27 T7", grouped(rest={"w": NAMES_A_MEMBER})),
+    "group-with-a-named-member": Valid("C27 T7", grouped(frames_after={"w": NAMES_A_MEMBER})),
     "delta-group": of_group("C25 C26 H4", floats(delta()), floats()),
     "delta-group-of-a-plain-file": of_group("H4", floats(delta()), PLAIN_PAIR),
     "delta-group-by-base-magnitude": of_group("C27 H4", floats(classes_of_base(None)), floats()),

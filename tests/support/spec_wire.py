@@ -1,7 +1,7 @@
-"""Messages of links, right and wrong, for spec/vectors/wire; written there by spec/make_vectors.py.
+"""Valid and invalid messages of links for spec/vectors/wire, which spec/make_vectors.py writes.
 
-A session is the messages of one link in their order, all by one policy. The last message of a wrong one
-must be refused, by the row of spec/08-wire.md that it names.
+A session is the messages of one link in order, all by one policy. The last message of an invalid session
+must be refused by the row of spec/08-wire.md that names the session.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ NAN = 0x7FC00123
 
 @dataclass(frozen=True)
 class Message:
-    """One tensor on its way: what it is, and what is done to its bytes."""
+    """A tensor to send, and the change that is made to its message."""
 
     place: MessageKey = field(default_factory=lambda: MessageKey(0))
     direction: Direction = FORWARD
@@ -41,7 +41,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Session:
-    """Messages of one link, and the rows that they need or, the last of them, break."""
+    """Messages of one link, and the rules that they need; the last of an invalid session breaks one."""
 
     rules: str
     policy: LinkPolicy
@@ -50,7 +50,7 @@ class Session:
     shape: tuple[int, ...] = SHAPE
 
     def describe(self) -> dict[str, Any]:
-        """What both ends agreed on."""
+        """Return the settings that both ends agree on."""
         return {
             "policy": json.loads(self.policy.to_json()),
             "dtype": self.dtype,
@@ -59,10 +59,10 @@ class Session:
             "dst": 1,
         }
 
-    def made(self) -> list[tuple[Message, int, bytes, bytes]]:
-        """Every message that arrives: the plan's hash, its bytes, and those of the tensor they decode to."""
+    def arrivals(self) -> list[tuple[Message, int, bytes, bytes]]:
+        """Return (message, hash of its plan, its bytes, bytes of the decoded tensor) of all that arrive."""
         link = Link(0, 1, self.policy, kernels=wire_reference)
-        out = []
+        arrived = []
         for message in self.messages:
             patterns = values(self, message)
             sent = link.send(message.direction, patterns, dtype_of(self.dtype), self.shape, message.place)
@@ -70,12 +70,12 @@ class Session:
             data = message.change(data) if message.change else data
             if not message.is_lost:
                 plan = header_of(sent.message.tobytes()).plan
-                out.append((message, plan, data, sent.decode().tobytes()))
-        return out
+                arrived.append((message, plan, data, sent.decode().tobytes()))
+        return arrived
 
 
 def values(session: Session, message: Message) -> Array:
-    """Patterns of a tensor by a formula that no library can change."""
+    """Compute the patterns of a tensor by a formula that depends on no library."""
     i = np.arange(int(np.prod(session.shape)), dtype=np.int64)
     if session.dtype not in ("F32", "BF16", "F16"):
         return i.view(np.uint64)
@@ -87,7 +87,7 @@ def values(session: Session, message: Message) -> Array:
 
 
 def signed(header: LinkHeader, payload: bytes) -> bytes:
-    """A message whose checksums and length are those of its payload."""
+    """Build a message whose checksums and length match its payload."""
     padded = payload.ljust(-(-len(payload) // 16) * 16, b"\0")
     checksum = wire_reference.checksum(np.frombuffer(padded, np.uint8))
     return dataclasses.replace(header, payload_bytes=len(padded), checksum=checksum).pack() + padded
@@ -98,17 +98,17 @@ def header_of(data: bytes) -> LinkHeader:
 
 
 def with_header(**fields: int) -> Change:
-    """Other fields in the header, under a right checksum."""
+    """Return a change of header fields, with a valid checksum."""
     return lambda data: dataclasses.replace(header_of(data), **fields).pack() + data[HEADER_BYTES:]
 
 
 def with_bytes(at: int, new: bytes) -> Change:
-    """Other bytes, and the checksums as they were."""
+    """Return a change of bytes that leaves the checksums as they are."""
     return lambda data: data[:at] + new + data[at + len(new) :]
 
 
 def with_first_words(at: int, new: bytes) -> Change:
-    """Other bytes of the header, and its checksum made right."""
+    """Return a change of header bytes, with a valid checksum."""
 
     def change(data: bytes) -> bytes:
         body = data[:at] + new + data[at + len(new) : 56]
@@ -118,19 +118,19 @@ def with_first_words(at: int, new: bytes) -> Change:
 
 
 def with_payload(at: int, new: bytes, **fields: int) -> Change:
-    """Other bytes in the payload, under right checksums."""
+    """Return a change of payload bytes, with valid checksums."""
 
     def change(data: bytes) -> bytes:
         payload = data[HEADER_BYTES:]
-        at_ = at % len(payload)
+        position = at % len(payload)
         header = dataclasses.replace(header_of(data), **fields)
-        return signed(header, payload[:at_] + new + payload[at_ + len(new) :])
+        return signed(header, payload[:position] + new + payload[position + len(new) :])
 
     return change
 
 
 def with_codes(code: int) -> Change:
-    """A coded payload whose codes are all the same."""
+    """Return a change to a coded payload whose codes are all equal."""
 
     def change(data: bytes) -> bytes:
         ranges = data[HEADER_BYTES : HEADER_BYTES + 64]
@@ -192,12 +192,12 @@ WIRE: dict[str, Session] = {
 
 
 def broken(policy: LinkPolicy, change: Change, **fields: Any) -> Session:
-    """One message that was changed."""
+    """Return a session of one changed message."""
     return Session("", policy, [Message(change=change, **fields)])
 
 
 def small(change: Change) -> Session:
-    """The same of a message that no codec touches."""
+    """Return a session of one changed message that is sent without a codec."""
     return Session("", LinkPolicy(), [Message(change=change)], "I64", (3, 5))
 
 

@@ -1,4 +1,4 @@
-"""What the tests of weight sync share: states that change a little, and how they are compared."""
+"""Shared code of the tests of weight sync: states that change a little, and their comparison."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -26,7 +26,7 @@ DTYPES = (
 
 
 def a_state(seed: int = 0, n: int = N) -> State:
-    """One tensor of each kind that a training state may hold, and some of odd shapes."""
+    """Return one tensor of each dtype that a training state may have, and some of odd shapes."""
     generator = torch.Generator().manual_seed(seed)
     raw = torch.randn(n, generator=generator)
     state = {str(dtype).removeprefix("torch."): (raw * 20).to(dtype).reshape(-1, 10) for dtype in DTYPES}
@@ -34,7 +34,7 @@ def a_state(seed: int = 0, n: int = N) -> State:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's bytes in order."""
+    """Return the bytes of a tensor in C order."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -43,12 +43,12 @@ def cloned(state: Mapping[str, torch.Tensor]) -> State:
 
 
 def same(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> bool:
-    """Whether two states hold the same bits under the same names."""
+    """Return whether two states have the same names and bits."""
     return a.keys() == b.keys() and all(torch.equal(bits(a[name]), bits(b[name])) for name in a)
 
 
 def moved(state: State, seed: int, share: float = 0.02) -> State:
-    """A copy of which a share of the elements has one other bit each; "frozen" stays as it is."""
+    """Copy a state with another bit in a share of the elements; "frozen" is not changed."""
     rng = np.random.default_rng(seed)
     out = cloned(state)
     for name, tensor in out.items():
@@ -63,7 +63,7 @@ def moved(state: State, seed: int, share: float = 0.02) -> State:
 
 
 def a_pair(folder: Path, share: float = 0.02) -> tuple[State, State, Path]:
-    """Two states and the delta between them, in a folder of its own with the base."""
+    """Two states, the file of the first, and the delta between them, in one folder."""
     first = a_state()
     second = moved(first, 1, share)
     save_file(first, folder / "first.ckptz")
@@ -73,21 +73,21 @@ def a_pair(folder: Path, share: float = 0.02) -> tuple[State, State, Path]:
 
 @contextmanager
 def untouched(state: State) -> Iterator[None]:
-    """The block must fail, and leave every bit of the state as it is."""
+    """Require that the block raises an error and leaves every bit of the state unchanged."""
     before = cloned(state)
     yield
     assert same(before, state)
 
 
 def refused(error: type[Exception], match: str) -> Any:
-    """`pytest.raises`, and the message is one line."""
+    """Require that the block raises an error whose message is one line."""
     return pytest.raises(error, match=rf"(?s)\A(?=[^\n]*\Z).*{match}")
 
 
 def published(
     folder: str | Path, n_steps: int, first: int = 0, state: State | None = None, **options: Any
 ) -> list[State]:
-    """A run of `n_steps` steps in a folder; the state of each."""
+    """Publish a run of `n_steps` steps in a folder, and return the state of each."""
     publisher, states = Publisher(folder, **options), [state or a_state()]
     for step in range(first, first + n_steps):
         if step > first:

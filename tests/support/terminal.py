@@ -1,7 +1,7 @@
-"""Command lines on a terminal of their own: what somebody who looks at it sees in the end.
+"""Run command lines on pseudo-terminals, and return what the screen shows in the end.
 
-As a program it runs command lines one after another, each on a new pseudo-terminal in a process that it
-forks, so that the library loads once. Cases come as JSON on stdin, and what was shown goes back as JSON.
+The program of this module runs command lines one after another, each in a forked process with a new
+pseudo-terminal, so that the library loads once. It reads cases as JSON from stdin and writes results as JSON.
 """
 
 import contextlib
@@ -25,26 +25,26 @@ from typing import Any, NoReturn
 
 import pyte
 
-LINES = 200  # of the screen: nothing scrolls away
+LINES = 200  # of the screen, so many that nothing scrolls away
 TIMEOUT = 100.0
-WAITING = "\x1b]2;waiting\x07"  # the title of a window, which no screen shows
+WAITING = "\x1b]2;waiting\x07"  # sets the title of the window, which does not change the screen
 CTRL_C = b"\x03"
-FEW = 5  # cases
+FEW = 5  # cases, for which warming up takes longer than it saves
 
 
 @dataclass(frozen=True)
 class Case:
-    """A command line and its terminal."""
+    """A command line and the terminal that it runs on."""
 
     args: list[str]
     cwd: str
     columns: int = 100
-    is_interrupted: bool = False  # by Ctrl-C, when it opens its first file
+    is_interrupted: bool = False  # by Ctrl-C when it opens its first file
 
 
 @dataclass(frozen=True)
 class Shown:
-    """What a command line wrote, and how it ended."""
+    """The output and the exit code of a command line."""
 
     raw: str
     exit_code: int
@@ -58,22 +58,22 @@ class Shown:
 
     @property
     def lines(self) -> list[str]:
-        """The lines that stand there in the end."""
+        """The lines on the screen when the command has ended."""
         return "\n".join(line.rstrip() for line in self._screen.display).rstrip("\n").split("\n")
 
     @property
     def is_tidy(self) -> bool:
-        """Whether the next prompt stands right below, at the beginning of a line, with a cursor."""
+        """Whether the visible cursor is at the start of the line after the output, as a prompt expects."""
         cursor = self._screen.cursor
         return not cursor.hidden and (cursor.x, cursor.y) == (0, len(self.lines))
 
 
 def shown(cases: Iterable[Case]) -> list[Shown]:
-    """Run command lines on terminals, all by one child process that forks."""
-    wanted = list(cases)
-    done = subprocess.run(
+    """Run command lines on terminals, all forked from one child process."""
+    all_cases = list(cases)
+    process = subprocess.run(
         [sys.executable, "-m", "tests.support.terminal"],
-        input=json.dumps([asdict(case) for case in wanted]),
+        input=json.dumps([asdict(case) for case in all_cases]),
         stdout=subprocess.PIPE,
         text=True,
         check=True,
@@ -83,11 +83,11 @@ def shown(cases: Iterable[Case]) -> list[Shown]:
             "TERM": "xterm-256color",
         },
     )
-    found = json.loads(done.stdout)
-    return [Shown(raw, code, case.columns) for (raw, code), case in zip(found, wanted, strict=True)]
+    results = json.loads(process.stdout)
+    return [Shown(raw, code, case.columns) for (raw, code), case in zip(results, all_cases, strict=True)]
 
 
-# --- the program ----------------------------------------------------------------------------------
+# --- program --------------------------------------------------------------------------------------
 
 
 def _run(case: Case) -> tuple[str, int]:
@@ -95,7 +95,7 @@ def _run(case: Case) -> tuple[str, int]:
     if process == 0:
         _be_command(case)
     raw, is_typed, end = b"", not case.is_interrupted, time.monotonic() + TIMEOUT
-    with contextlib.suppress(OSError):  # when all other ends of the terminal are closed
+    with contextlib.suppress(OSError):  # raised when all other ends of the terminal are closed
         while select.select([terminal], [], [], max(0, end - time.monotonic()))[0]:
             raw += os.read(terminal, 1 << 16)
             if not is_typed and WAITING.encode() in raw:
@@ -109,7 +109,7 @@ def _run(case: Case) -> tuple[str, int]:
 
 
 def _be_command(case: Case) -> NoReturn:
-    """Be the command line, in a process of its own whose streams are the terminal."""
+    """Run the command line in this process, whose standard streams are the terminal."""
     fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, case.columns, 0, 0))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(case.cwd)
@@ -122,31 +122,31 @@ def _be_command(case: Case) -> NoReturn:
         _wait_for_ctrl_c()
     try:
         ckptz_cli.main.main(case.args)
-    except SystemExit as ended:
+    except SystemExit as error:
         sys.stdout.flush()
-        os._exit(ended.code if isinstance(ended.code, int) else 1)
+        os._exit(error.code if isinstance(error.code, int) else 1)
     finally:
-        os._exit(70)  # it must end by SystemExit
+        os._exit(70)  # a command must end by SystemExit
 
 
 def _wait_for_ctrl_c() -> None:
-    """Let whoever opens a file first tell that it waits, and wait."""
+    """Let the first open of a file write a signal for the test to the terminal, and wait."""
     from ckptz.format.byte_source import FileBytes
 
-    def opening(self: FileBytes, path: Any) -> None:
+    def open_and_wait(self: FileBytes, path: Any) -> None:
         os.write(1, WAITING.encode())
         time.sleep(TIMEOUT)
 
-    FileBytes.__init__ = opening
+    FileBytes.__init__ = open_and_wait
 
 
 if __name__ == "__main__":
-    import ckptz_cli.main  # once, for all that are forked
+    import ckptz_cli.main  # loaded once for all forked processes
     from tests.support.cli_support import a_state, ckptz, write_plain
 
-    wanted = [Case(**case) for case in json.load(sys.stdin)]
-    if len(wanted) > FEW:
-        with tempfile.TemporaryDirectory() as warm:  # kernels load once, too
+    all_cases = [Case(**case) for case in json.load(sys.stdin)]
+    if len(all_cases) > FEW:
+        with tempfile.TemporaryDirectory() as warm:  # loads the kernels once for all forked processes
             ckptz("compress", *(write_plain(Path(warm) / name, a_state()) for name in "ab"), "--chain")
             ckptz("restore", Path(warm) / "b.ckptz")
-    print(json.dumps([_run(case) for case in wanted]))
+    print(json.dumps([_run(case) for case in all_cases]))

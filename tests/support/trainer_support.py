@@ -1,4 +1,4 @@
-"""A Trainer of a small GPT-2 whose checkpoints are `.ckptz` files, and what its runs arrive at."""
+"""A Trainer of a small GPT-2 with `.ckptz` checkpoints, and the comparison of its runs."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ OPTIONS = ChainOptions(full_every=4, jobs=1)
 
 
 class Trainer(CkptzTrainerMixin, transformers.Trainer):
-    """What users write."""
+    """A Trainer as users write it."""
 
 
 def tokens(n: int = 64) -> list[dict[str, torch.Tensor]]:
@@ -33,7 +33,7 @@ def trainer(
     dataset: Any = None,
     **settings: Any,
 ) -> Any:
-    """A trainer of a small GPT-2 with dropout, which saves at every step."""
+    """Return a trainer of a small GPT-2 with dropout that saves at every step."""
     arguments: dict[str, Any] = {
         "max_steps": N_SAVES,
         "save_steps": 1,
@@ -52,17 +52,17 @@ def trainer(
 
 
 def final(run: Any) -> dict[str, Any]:
-    """Weights, optimizer and scheduler at the end, flat."""
-    found = {f"model.{name}": tensor.clone() for name, tensor in run.model.state_dict().items()}
-    for i, state in run.optimizer.state_dict()["state"].items():
-        found |= {f"optimizer.{i}.{key}": value.clone() for key, value in state.items()}
-    return found | {"scheduler": run.lr_scheduler.state_dict()["last_epoch"]}
+    """Return weights, optimizer and scheduler at the end of a run, by flat names."""
+    state = {f"model.{name}": tensor.clone() for name, tensor in run.model.state_dict().items()}
+    for i, entries in run.optimizer.state_dict()["state"].items():
+        state |= {f"optimizer.{i}.{key}": value.clone() for key, value in entries.items()}
+    return state | {"scheduler": run.lr_scheduler.state_dict()["last_epoch"]}
 
 
-def check_equal(found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        same = torch.equal(found[name], value) if isinstance(value, torch.Tensor) else found[name] == value
+def check_equal(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        same = torch.equal(actual[name], value) if isinstance(value, torch.Tensor) else actual[name] == value
         assert same, name
 
 

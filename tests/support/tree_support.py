@@ -1,4 +1,4 @@
-"""Nested states as torch saves them, drawn at random: containers, keys, leaves, tensors that share memory."""
+"""Random nested states as torch saves them: containers, keys, leaves, tensors that share memory."""
 
 import math
 import pickle
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-# Quantized ones are refused, and those of less than a byte torch itself cannot save.
+# Quantized dtypes are refused, and torch itself cannot save dtypes of less than a byte.
 NOT_SAVED = re.compile(r"torch\.(q|u?int[1-7]$)")
 DTYPES = sorted(
     {d for d in vars(torch).values() if isinstance(d, torch.dtype) and not NOT_SAVED.match(str(d))}, key=str
@@ -24,7 +24,7 @@ DTYPES = sorted(
 
 
 def is_untyped(dtype: Any) -> bool:
-    """Whether torch saves tensors of this type without their memory's type, so that types may share one."""
+    """Return whether torch saves tensors of a dtype with an untyped storage, which dtypes may share."""
     return isinstance(torch.empty(0, dtype=dtype).__reduce_ex__(2)[1][0], torch.UntypedStorage)
 
 
@@ -33,7 +33,7 @@ MAX_BYTES = 96
 
 
 class UntypedPickler(pickle.Pickler):
-    """Writes tensors in the form that names their own types, so that any types can share memory.
+    """A pickler that stores the dtype with each tensor, so that tensors of any dtypes can share memory.
 
     Gradients are left out: torch fails to load them in this form.
     """
@@ -47,23 +47,23 @@ class UntypedPickler(pickle.Pickler):
 
 
 def save_untyped(state: Any, path: Path) -> None:
-    """A file that torch reads and never writes: tensors of several types in one memory."""
+    """Save a file that torch reads but never writes: tensors of several dtypes in one memory."""
     torch.save(state, path, pickle_module=SimpleNamespace(Pickler=UntypedPickler, __name__="untyped"))
 
 
-# --- drawing ----------------------------------------------------------------------------------------------
+# --- strategies -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where tensor number `n` of the pool goes."""
+    """A placeholder of tensor number `n` of the pool."""
 
     n: int
 
 
 @st.composite
 def tensors(draw: st.DrawFn, memory: Any, dtypes: list[Any]) -> Any:
-    """A window into `memory`: any shape, strides (0 and overlapping ones too) and offset that stay within."""
+    """Draw a view of `memory`: any shape, strides (also 0 and overlapping ones) and offset within it."""
     dtype = draw(st.sampled_from(dtypes))
     room = memory.nbytes() // dtype.itemsize
     shape = draw(st.lists(st.integers(0, 4), max_size=3))
@@ -74,28 +74,28 @@ def tensors(draw: st.DrawFn, memory: Any, dtypes: list[Any]) -> Any:
     if span > room:
         shape, strides, span = [room], [1], room
     offset = draw(st.integers(0, room - span))
-    made = torch.empty(0, dtype=dtype).set_(memory, offset, tuple(shape), tuple(strides))
+    tensor = torch.empty(0, dtype=dtype).set_(memory, offset, tuple(shape), tuple(strides))
     # torch cannot load tensors without a typed storage that need a gradient.
     is_real = (dtype.is_floating_point or dtype.is_complex) and dtype not in UNTYPED
     needs_grad = is_real and draw(st.booleans())
     if draw(st.integers(0, 3)) == 0:
-        return torch.nn.Parameter(made, needs_grad)
-    return made.requires_grad_(needs_grad)
+        return torch.nn.Parameter(tensor, needs_grad)
+    return tensor.requires_grad_(needs_grad)
 
 
 @st.composite
 def pools(draw: st.DrawFn, *, mixed: bool = False) -> list[Any]:
-    """Tensors in one to three memories; types share one only where torch can save that, or if `mixed`."""
-    found = []
+    """Draw tensors in one to three memories; dtypes share one only if torch can save that, or if `mixed`."""
+    drawn = []
     for _ in range(draw(st.integers(1, 3))):
         families = [DTYPES] if mixed else [UNTYPED, UNTYPED, *([dtype] for dtype in DTYPES)]
         dtypes = draw(st.sampled_from(families))
         n_bytes = draw(st.sampled_from([0, 0, 16, 48, MAX_BYTES]))
         bits = list(draw(st.binary(min_size=n_bytes, max_size=n_bytes)))
-        bits = [byte % 2 for byte in bits] if torch.bool in dtypes else bits  # others are no bool
+        bits = [byte % 2 for byte in bits] if torch.bool in dtypes else bits  # other bytes are no valid bool
         memory = torch.tensor(bits, dtype=torch.uint8).untyped_storage()
-        found += draw(st.lists(tensors(memory, dtypes), min_size=1, max_size=3))
-    return found
+        drawn += draw(st.lists(tensors(memory, dtypes), min_size=1, max_size=3))
+    return drawn
 
 
 NAMES = ["a", "b", "a.b", "b~2", "a.b~2", "key", "", "0", "__metadata__", "__ckptz__.index"]
@@ -113,15 +113,15 @@ KEYS = KEY_ATOMS | st.lists(KEY_ATOMS, max_size=4).map(tuple)
 
 
 def ordered(items: dict[Any, Any], metadata: Any) -> Any:
-    """An OrderedDict, with the attribute of a module's state if there is one."""
-    made = OrderedDict(items)
+    """Return an OrderedDict, with the `_metadata` of a module's state if there is any."""
+    state = OrderedDict(items)
     if metadata is not None:
-        vars(made)["_metadata"] = metadata
-    return made
+        vars(state)["_metadata"] = metadata
+    return state
 
 
 def states(n_tensors: int) -> st.SearchStrategy[Any]:
-    """Skeletons of states; a `Slot` stands for each tensor."""
+    """Return a strategy for skeletons of states, in which a `Slot` stands for each tensor."""
     slots = st.integers(0, n_tensors - 1).map(Slot)
 
     def nested(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
@@ -133,7 +133,7 @@ def states(n_tensors: int) -> st.SearchStrategy[Any]:
 
 
 def filled(node: Any, pool: list[Any]) -> Any:
-    """The state of a skeleton."""
+    """Return a copy of a skeleton with the tensors of the pool in place of slots."""
     if isinstance(node, Slot):
         return pool[node.n]
     if type(node) in (list, tuple):
@@ -148,7 +148,7 @@ def filled(node: Any, pool: list[Any]) -> Any:
 
 @dataclass(frozen=True, repr=False)
 class Drawn:
-    """A dict of any values, and the tensors that stand for its slots."""
+    """A dict of any values, and the tensors for its slots."""
 
     skeleton: dict[Any, Any]
     pool: list[Any]
@@ -162,7 +162,7 @@ class Drawn:
 
 
 def describe(tensor: Any) -> str:
-    """Type, geometry and memory of a tensor."""
+    """Return dtype, geometry and memory of a tensor as text."""
     memory = tensor.untyped_storage()
     geometry = f"{list(tensor.shape)}, {list(tensor.stride())}, {tensor.storage_offset()}"
     kind = f"{type(tensor).__name__}{' with grad' * tensor.requires_grad}"
@@ -171,7 +171,7 @@ def describe(tensor: Any) -> str:
 
 @st.composite
 def kept_states(draw: st.DrawFn, *, mixed: bool = False) -> Drawn:
-    """A state of which everything can be kept; each of its tensors is used once or more."""
+    """Draw a state that can be saved as it is; each tensor of its pool is used at least once."""
     pool = draw(pools(mixed=mixed))
     skeleton = draw(st.dictionaries(KEYS, states(len(pool)), min_size=1, max_size=5))
     return Drawn(skeleton | {f"t{n}": Slot(n) for n in range(len(pool))}, pool)
@@ -179,7 +179,7 @@ def kept_states(draw: st.DrawFn, *, mixed: bool = False) -> Drawn:
 
 @st.composite
 def spoilt_states(draw: st.DrawFn, spoils: st.SearchStrategy[Any]) -> Drawn:
-    """A state with one value somewhere that cannot be kept."""
+    """Draw a state with one value somewhere that cannot be saved."""
     drawn, spoilt = draw(kept_states()), draw(spoils)
     for wrap in draw(st.lists(st.sampled_from([list, tuple, dict, OrderedDict]), max_size=3)):
         spoilt = wrap([spoilt] if wrap in (list, tuple) else [("in", spoilt)])
@@ -190,7 +190,7 @@ def spoilt_states(draw: st.DrawFn, spoils: st.SearchStrategy[Any]) -> Drawn:
 
 @st.composite
 def dcp_states(draw: st.DrawFn) -> Drawn:
-    """A state as `torch.distributed.checkpoint` saves it: dicts with names, lists, values, tensors."""
+    """Draw a state as `torch.distributed.checkpoint` saves it: dicts with names, lists, values, tensors."""
     pool = draw(pools())
     slots = st.integers(0, len(pool) - 1).map(Slot)
     values = (
@@ -201,11 +201,11 @@ def dcp_states(draw: st.DrawFn) -> Drawn:
     return Drawn(draw(st.dictionaries(names, nested, min_size=1, max_size=4)), pool)
 
 
-# --- comparing --------------------------------------------------------------------------------------------
+# --- comparison -------------------------------------------------------------------------------------------
 
 
 def bits_of(tensor: Any) -> bytes:
-    """The elements in C order, bit for bit."""
+    """Return the bytes of the elements in C order."""
     memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
     width = tensor.element_size()
     steps = [step * width for step in tensor.stride()]
@@ -215,7 +215,7 @@ def bits_of(tensor: Any) -> bytes:
 
 
 def is_dense(tensor: Any) -> bool:
-    """Whether the elements fill their memory without gaps or overlap."""
+    """Return whether the elements fill their memory without gaps or overlap."""
     filled = 1
     for step, n in sorted(steps_of(tensor)):
         if step != filled:
@@ -225,45 +225,45 @@ def is_dense(tensor: Any) -> bool:
 
 
 def steps_of(tensor: Any) -> list[tuple[int, int]]:
-    """(stride, size) of the dimensions that have one."""
+    """Return (stride, size) of each dimension with more than one element."""
     return [(step, n) for n, step in zip(tensor.shape, tensor.stride(), strict=True) if n > 1]
 
 
-def form(value: Any, found: list[Any]) -> Any:
-    """What two equal states have in common, tensors' places in memory aside; adds its tensors to `found`."""
+def form(value: Any, tensors_seen: list[Any]) -> Any:
+    """Return a comparable form of a state without the addresses of tensors, which go to `tensors_seen`."""
     kind = type(value)
     if isinstance(value, torch.Tensor):
-        found.append(value)
+        tensors_seen.append(value)
         return kind, value.dtype, value.shape, bits_of(value), value.requires_grad
     if isinstance(value, np.ndarray):
         return kind, value.dtype, value.shape, value.tobytes()
     if isinstance(value, Namespace):
-        return kind, form(vars(value), found)
+        return kind, form(vars(value), tensors_seen)
     if isinstance(value, dict):
-        items = [(form(key, found), form(item, found)) for key, item in value.items()]
-        more = getattr(value, "default_factory", None), form(getattr(value, "__dict__", None), found)
+        items = [(form(key, tensors_seen), form(item, tensors_seen)) for key, item in value.items()]
+        more = getattr(value, "default_factory", None), form(getattr(value, "__dict__", None), tensors_seen)
         return kind, items, more
     if kind in (list, tuple):
-        return kind, [form(item, found) for item in value]
+        return kind, [form(item, tensors_seen) for item in value]
     return kind, struct.pack("<d", value) if isinstance(value, float) else value
 
 
 def place_of(tensor: Any) -> tuple[Any, ...]:
-    """Where a tensor lies in its memory; two of different places may show the same elements."""
+    """Return the place of a tensor in its memory; views at different places may have the same elements."""
     return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
 def reach(tensor: Any) -> tuple[int, int]:
-    """First byte in memory, and the byte after the last one; the same twice if there is none."""
+    """Return the addresses of a tensor's first byte and of the byte after its last; equal if it is empty."""
     begin = tensor.data_ptr()
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     span = sum((n - 1) * step for n, step in steps) + 1 if tensor.numel() else 0
     return begin, begin + span * tensor.element_size()
 
 
-def overlaps(found: list[Any]) -> Iterator[tuple[int, int, int]]:
-    """(number, number, bytes between their beginnings) of all tensors that lie in the same memory."""
-    places = [reach(tensor) for tensor in found]
+def overlaps(tensors: list[Any]) -> Iterator[tuple[int, int, int]]:
+    """Yield (number, number, distance of their first bytes) of all pairs of tensors whose memory overlaps."""
+    places = [reach(tensor) for tensor in tensors]
     for i, (begin, end) in enumerate(places):
         for j, (other, last) in enumerate(places[:i]):
             if max(begin, other) < min(end, last):
@@ -271,13 +271,15 @@ def overlaps(found: list[Any]) -> Iterator[tuple[int, int, int]]:
 
 
 def assert_same_state(actual: Any, expected: Any) -> None:
-    """Hold types, keys and their order, values to the bit, flags, strides, and who shares memory, equal."""
-    found: list[Any] = []
-    wanted: list[Any] = []
-    assert form(actual, found) == form(expected, wanted)
-    shared = list(overlaps(wanted))
-    assert list(overlaps(found)) == shared
-    seen_apart = {i for pair in shared if len({place_of(wanted[i]) for i in pair[:2]}) == 2 for i in pair[:2]}
-    for i, tensor in enumerate(wanted):
+    """Require equal types, order of keys, values to the bit, flags, strides and shared memory."""
+    actual_tensors: list[Any] = []
+    expected_tensors: list[Any] = []
+    assert form(actual, actual_tensors) == form(expected, expected_tensors)
+    shared = list(overlaps(expected_tensors))
+    assert list(overlaps(actual_tensors)) == shared
+    seen_apart = {
+        i for pair in shared if len({place_of(expected_tensors[i]) for i in pair[:2]}) == 2 for i in pair[:2]
+    }
+    for i, tensor in enumerate(expected_tensors):
         if is_dense(tensor) or i in seen_apart:
-            assert steps_of(found[i]) == steps_of(tensor)
+            assert steps_of(actual_tensors[i]) == steps_of(tensor)

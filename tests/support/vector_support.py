@@ -1,4 +1,4 @@
-"""The committed vectors of spec/vectors, and what a reader makes of files."""
+"""The committed vectors of spec/vectors, and the states that the reader decodes from them."""
 
 import functools
 import json
@@ -34,7 +34,7 @@ State = tuple[dict[str, tuple[str, tuple[int, ...], bytes]], dict[str, str] | No
 
 @dataclass(frozen=True)
 class Vector:
-    """One row of the manifest and its files."""
+    """One row of the manifest, and its files."""
 
     row: dict[str, Any]
 
@@ -44,7 +44,7 @@ class Vector:
 
     @property
     def paths(self) -> list[Path]:
-        """Its files; the first is the one to read."""
+        """The files of the vector; the first is the one to read."""
         return [FOLDER / file["path"] for file in self.row["files"]]
 
     def files(self) -> Files:
@@ -53,13 +53,13 @@ class Vector:
 
 @functools.cache
 def vectors(folder: str = "") -> tuple[Vector, ...]:
-    """All vectors, or those of one folder."""
+    """Return all vectors, or those of one folder."""
     rows = json.loads((FOLDER / "manifest.json").read_text())["vectors"]
     return tuple(Vector(row) for row in rows if row["name"].startswith(folder) and "files" in row)
 
 
 def sessions() -> list[dict[str, Any]]:
-    """The rows of the manifest that are messages of links."""
+    """Return the rows of the manifest that are messages of links."""
     rows = json.loads((FOLDER / "manifest.json").read_text())["vectors"]
     return [row for row in rows if "messages" in row]
 
@@ -69,7 +69,7 @@ INVALID = vectors("invalid/")
 
 
 def follow(checkpoint: Checkpoint, folder: Path) -> None:
-    """Do what the records of a folder and of a nested checkpoint say."""
+    """Check the records of shards, and build the nested checkpoint, if the index has them."""
     index = None if checkpoint.container is None else checkpoint.container.index
     if index is not None and index.sharding is not None:
         check_sharding(index.sharding, list(checkpoint.tensors))
@@ -78,23 +78,23 @@ def follow(checkpoint: Checkpoint, folder: Path) -> None:
 
 
 def state_of(checkpoint: Checkpoint, spool: Path | None = None) -> State:
-    """Names, types, shapes, bytes and metadata; with a folder, what the records say is done there."""
+    """Decode names, dtypes, shapes, bytes and metadata; with a folder, also check the other records."""
     try:
         if spool is not None:
             follow(checkpoint, spool)
         patterns = read_all(checkpoint)
-        found = {n: (s.dtype.name, tuple(s.shape), patterns[n]) for n, s in checkpoint.tensors.items()}
+        tensors = {n: (s.dtype.name, tuple(s.shape), patterns[n]) for n, s in checkpoint.tensors.items()}
         metadata = checkpoint.metadata
-        return found, None if metadata is None else dict(metadata)
+        return tensors, None if metadata is None else dict(metadata)
     finally:
         checkpoint.close()
 
 
 def read_bytes(data: bytes, folder: Path | None = None) -> State:
-    """A file in memory; its bases are looked for in `folder`."""
+    """Decode a file in memory whose bases are in `folder`."""
     return state_of(open_checkpoint(MemoryBytes(data), [folder] if folder else []))
 
 
 def read_path(path: Path, spool: Path | None = None) -> State:
-    """A file with its chain."""
+    """Decode a file with its bases."""
     return state_of(open_checkpoint(path), spool)

@@ -1,4 +1,4 @@
-"""Mutants of links: messages under right checksums, and states of links that do not fit."""
+"""Mutants of links: messages with valid checksums, and invalid states."""
 
 import dataclasses
 import hashlib
@@ -28,12 +28,12 @@ SHAPE = (4, 1024)
 SHAPES = ((8, 1024), (4096,), (2, 2048), (64, 64), (2, 4096), (3, 1366), (16, 4096))
 TOP = TopK(0.05)
 IDS = np.arange(4)
-STATE_EVERY = 10  # of so many mutants one is of a state
+STATE_EVERY = 10  # every tenth mutant is one of a state
 
 
 @dataclass(frozen=True)
 class Due:
-    """A message of a transcript: which one it is, and its bytes."""
+    """A message to receive: its direction, its key and its bytes."""
 
     direction: Any
     place: MessageKey
@@ -42,7 +42,7 @@ class Due:
 
 @dataclass(frozen=True)
 class Transcript:
-    """Right messages of one link."""
+    """Valid messages of one link."""
 
     policy: LinkPolicy
     dtype: str
@@ -51,18 +51,18 @@ class Transcript:
 
     @property
     def has_second(self) -> bool:
-        """Whether the second receiver knows what the policy asks for."""
+        """Whether the second receiver supports the policy."""
         choices = (self.policy.forward, self.policy.backward)
         is_known = all(getattr(c, "scale", "block") == "block" for c in choices)
         return is_known and self.policy.feedback in (None, "ef21")
 
 
 def transcripts() -> list[Transcript]:
-    """The sessions of the vectors, and what these have not: AQ-SGD, reuse of every kind."""
+    """Return the sessions of the vectors, and sessions with AQ-SGD and every kind of reuse."""
     out = []
     for session in WIRE.values():
-        made = session.made()
-        due = tuple(Due(message.direction, message.place, data) for message, _, data, _ in made)
+        arrivals = session.arrivals()
+        due = tuple(Due(message.direction, message.place, data) for message, _, data, _ in arrivals)
         out.append(Transcript(session.policy, session.dtype, session.shape, due))
     both = (FORWARD, BACKWARD)
     for values in (8, 16):
@@ -77,7 +77,7 @@ def transcripts() -> list[Transcript]:
 
 
 def transcript(policy: LinkPolicy, directions: Sequence[Any], dtype: str = "F32") -> Transcript:
-    """Two steps of a link."""
+    """Record two steps of a link."""
     link, due = Link(0, 1, policy, kernels=wire_cpu), []
     for step in range(2):
         place = MessageKey(step, sample_ids=IDS if policy.feedback == "aqsgd" else None)
@@ -92,7 +92,7 @@ def transcript(policy: LinkPolicy, directions: Sequence[Any], dtype: str = "F32"
 
 
 def mutant(data: bytes, rng: np.random.Generator) -> bytes:
-    """Another payload, mode or flag under right checksums; often bits moved within the payload."""
+    """Change payload, mode or flags, with valid checksums; often only bits within the payload."""
     header, payload = header_of(data), data[HEADER_BYTES:]
     kind = int(rng.integers(0, 8))
     if kind == 0:
@@ -109,7 +109,7 @@ def mutant(data: bytes, rng: np.random.Generator) -> bytes:
 
 
 def swapped_bits(payload: bytes, rng: np.random.Generator) -> bytes:
-    """Two bits of the first quarter exchanged: as many ones as before."""
+    """Exchange bits of the first quarter, so that the number of ones stays the same."""
     bits = np.unpackbits(np.frombuffer(payload, np.uint8), bitorder="little")
     for _ in range(int(rng.integers(1, 5))):
         i, j = rng.integers(0, max(len(bits) // 4, 1), 2)
@@ -117,12 +117,14 @@ def swapped_bits(payload: bytes, rng: np.random.Generator) -> bytes:
     return np.packbits(bits, bitorder="little").tobytes()
 
 
-def received(made: Transcript, due: Sequence[Due], shapes: Sequence[tuple[int, ...]], kernels: Any) -> Any:
-    """Digests of the tensors up to the first message that is refused."""
+def received(
+    original: Transcript, due: Sequence[Due], shapes: Sequence[tuple[int, ...]], kernels: Any
+) -> Any:
+    """Return the digests of the tensors up to the first message that is refused."""
     is_torch = kernels is wire_torch
     like = torch.zeros(0, dtype=torch.uint8) if is_torch else None
-    link = Link(0, 1, made.policy, kernels=kernels, like=like, same_shape=False)
-    digests, dtype = [], dtype_of(made.dtype)
+    link = Link(0, 1, original.policy, kernels=kernels, like=like, same_shape=False)
+    digests, dtype = [], dtype_of(original.dtype)
     for message, shape in zip(due, shapes, strict=True):
         data = np.frombuffer(message.data, np.uint8)
         array = to_torch(data) if is_torch else data
@@ -135,15 +137,15 @@ def received(made: Transcript, due: Sequence[Due], shapes: Sequence[tuple[int, .
     return digests
 
 
-def received_second(made: Transcript, due: Sequence[Due]) -> list[str]:
-    """The same by the receiver that was written from the page."""
-    policy = json.loads(made.policy.to_json())
-    row = {"policy": policy, "dtype": made.dtype, "shape": list(made.shape), "src": 0, "dst": 1}
+def received_second(original: Transcript, due: Sequence[Due]) -> list[str]:
+    """Return the same digests by the second receiver, which was written from the specification."""
+    policy = json.loads(original.policy.to_json())
+    row = {"policy": policy, "dtype": original.dtype, "shape": list(original.shape), "src": 0, "dst": 1}
     receiver, digests = second_decoder.links.Receiver(row), []
-    for message, right in zip(due, made.due, strict=True):
+    for message, valid in zip(due, original.due, strict=True):
         place = {"step": message.place.step, "microbatch": message.place.microbatch}
         place |= {"direction": message.direction.word, "eval": message.place.is_eval}
-        place["plan"] = header_of(right.data).plan
+        place["plan"] = header_of(valid.data).plan
         try:
             digests.append(hashlib.sha256(receiver.receive(place, message.data)).hexdigest())
         except second_decoder.frames.Refusal:
@@ -152,63 +154,66 @@ def received_second(made: Transcript, due: Sequence[Due]) -> list[str]:
 
 
 def outcomes(seed: int, attempt: Attempt) -> Outcomes:
-    """Mutant after mutant: its kind, how it ended, and how to make it again."""
-    rng, right = np.random.default_rng(seed), transcripts()
-    states = [(made, states_of(made)) for made in right if made.policy.feedback]
+    """Yield (kind, outcome, description that reproduces it) of one mutant after another."""
+    rng, valid = np.random.default_rng(seed), transcripts()
+    states = [(original, states_of(original)) for original in valid if original.policy.feedback]
     number = 0
     while True:
-        about = f"message {number} of seed {seed}"
+        description = f"message {number} of seed {seed}"
         if number % STATE_EVERY == 0:
-            yield from state_outcomes(*states[int(rng.integers(0, len(states)))], rng, attempt, about)
+            yield from state_outcomes(*states[int(rng.integers(0, len(states)))], rng, attempt, description)
         else:
-            made = right[int(rng.integers(0, len(right)))]
-            yield message_outcome(made, rng, attempt, about)
+            original = valid[int(rng.integers(0, len(valid)))]
+            yield message_outcome(original, rng, attempt, description)
         number += 1
 
 
 def message_outcome(
-    made: Transcript, rng: np.random.Generator, attempt: Attempt, about: str
+    original: Transcript, rng: np.random.Generator, attempt: Attempt, description: str
 ) -> tuple[str, str, str]:
-    """One message of a transcript changed, or received as a tensor of another shape."""
-    due, at = list(made.due), int(rng.integers(0, len(made.due)))
-    shapes = [made.shape] * len(due)
+    """Receive a transcript with one changed message, or with another shape for one message."""
+    due, changed_at = list(original.due), int(rng.integers(0, len(original.due)))
+    shapes = [original.shape] * len(due)
     other_shape = rng.random() < 0.1
     if other_shape:
-        shapes[at] = SHAPES[int(rng.integers(0, len(SHAPES)))]
+        shapes[changed_at] = SHAPES[int(rng.integers(0, len(SHAPES)))]
     else:
-        due[at] = dataclasses.replace(due[at], data=mutant(due[at].data, rng))
-    found = [
-        attempt(lambda kernels=kernels: received(made, due, shapes, kernels))
+        due[changed_at] = dataclasses.replace(due[changed_at], data=mutant(due[changed_at].data, rng))
+    attempts = [
+        attempt(lambda kernels=kernels: received(original, due, shapes, kernels))
         for kernels in (wire_cpu, wire_torch)
     ]
     kind = "shape" if other_shape else "message"
-    for outcome, result in found:
+    for outcome, result in attempts:
         if outcome != "accepted":
-            return kind, outcome, f"{about} {made.policy} {result}"
-    results = [result for _, result in found]
-    if made.has_second and not other_shape and len(results[0]) == len(due):
-        results.append(received_second(made, due))
+            return kind, outcome, f"{description} {original.policy} {result}"
+    results = [result for _, result in attempts]
+    if original.has_second and not other_shape and len(results[0]) == len(due):
+        results.append(received_second(original, due))
     if any(result != results[0] for result in results):
-        return kind, "differs", f"{about} {made.policy} {[len(result) for result in results]}"
-    return kind, "accepted" if len(results[0]) == len(due) else "refused", about
+        return kind, "differs", f"{description} {original.policy} {[len(result) for result in results]}"
+    return kind, "accepted" if len(results[0]) == len(due) else "refused", description
 
 
 # --- states -------------------------------------------------------------------------------------
 
 
-def states_of(made: Transcript) -> dict[str, Any]:
-    """What an end remembers after the transcript: as sender, and as receiver."""
-    sender, receiver = (Link(0, 1, made.policy, kernels=wire_cpu) for _ in range(2))
-    values, dtype = f32_patterns(np.ones(int(np.prod(made.shape))), made.dtype), dtype_of(made.dtype)
-    for message in made.due:
-        sender.send(message.direction, values, dtype, made.shape, message.place)
+def states_of(original: Transcript) -> dict[str, Any]:
+    """Return the state of a sender and a receiver after a transcript."""
+    sender, receiver = (Link(0, 1, original.policy, kernels=wire_cpu) for _ in range(2))
+    values, dtype = (
+        f32_patterns(np.ones(int(np.prod(original.shape))), original.dtype),
+        dtype_of(original.dtype),
+    )
+    for message in original.due:
+        sender.send(message.direction, values, dtype, original.shape, message.place)
         data = np.frombuffer(message.data, np.uint8)
-        receiver.receive(message.direction, data, dtype, made.shape, message.place)
+        receiver.receive(message.direction, data, dtype, original.shape, message.place)
     return sender.state_dict() | receiver.state_dict()
 
 
 def changed_state(state: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-    """An entry left out, cut, of another type or shape, or with other numbers."""
+    """Delete or cut an entry, or change its dtype, its shape or its numbers."""
     out = dict(state)
     name = sorted(out)[int(rng.integers(0, len(out)))]
     array, kind = np.asarray(out[name]), int(rng.integers(0, 6))
@@ -229,25 +234,25 @@ def changed_state(state: dict[str, Any], rng: np.random.Generator) -> dict[str, 
 
 
 def state_outcomes(
-    made: Transcript, state: dict[str, Any], rng: np.random.Generator, attempt: Attempt, about: str
+    original: Transcript, state: dict[str, Any], rng: np.random.Generator, attempt: Attempt, description: str
 ) -> Outcomes:
-    """A link goes on from a state that does not fit, as sender and as receiver."""
+    """Resume a link from a changed state, with both kernels."""
     changed = changed_state(state, rng)
     for kernels in (wire_cpu, wire_torch):
-        outcome, result = attempt(lambda: go_on(made, changed, kernels))  # noqa: B023
-        yield "state", outcome, f"{about} {made.policy} {result}"
+        outcome, result = attempt(lambda: go_on(original, changed, kernels))  # noqa: B023
+        yield "state", outcome, f"{description} {original.policy} {result}"
 
 
-def go_on(made: Transcript, state: dict[str, Any], kernels: Any) -> None:
-    """Load a state, send a tensor, and receive it at an end of the same state."""
+def go_on(original: Transcript, state: dict[str, Any], kernels: Any) -> None:
+    """Load a state into both ends, send a tensor, and receive it."""
     like = torch.zeros(0, dtype=torch.uint8) if kernels is wire_torch else None
-    ends = [Link(0, 1, made.policy, kernels=kernels, like=like) for _ in range(2)]
+    ends = [Link(0, 1, original.policy, kernels=kernels, like=like) for _ in range(2)]
     for link in ends:
         link.load_state_dict(state)
-    patterns = f32_patterns(np.ones(int(np.prod(made.shape))), made.dtype)
-    first = made.due[0]
+    patterns = f32_patterns(np.ones(int(np.prod(original.shape))), original.dtype)
+    first = original.due[0]
     place = dataclasses.replace(first.place, step=5)
     array = to_torch(patterns) if kernels is wire_torch else patterns
-    dtype = dtype_of(made.dtype)
-    message = ends[0].send(first.direction, array, dtype, made.shape, place).message
-    ends[1].receive(first.direction, message, dtype, made.shape, place)
+    dtype = dtype_of(original.dtype)
+    message = ends[0].send(first.direction, array, dtype, original.shape, place).message
+    ends[1].receive(first.direction, message, dtype, original.shape, place)

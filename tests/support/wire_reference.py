@@ -1,7 +1,7 @@
-"""The kernels of the wire in plain numpy; spec/08-wire.md#uniform and the sections after it.
+"""The definitions of the wire's kernels in plain numpy; see spec/08-wire.md#uniform and later sections.
 
-As in `reference.py`, every function stands under the same name and signature in `wire_cpu.py` and
-`wire_torch.py`, and the tests hold the three equal to the bit. Values are F32 bit patterns.
+As in `reference.py`, every function has the same name and signature as one in `wire_cpu.py` and
+`wire_torch.py`, and tests compare the three bit for bit. Values are F32 bit patterns.
 """
 
 import math
@@ -38,7 +38,7 @@ from tests.support.reference import pack_codes, unpack_codes
 
 
 def __getattr__(name: str) -> Any:
-    """What all wires share."""
+    """Return an attribute of `wire_arrays`, which all kernels of the wire share."""
     return getattr(wire_arrays, name)
 
 
@@ -56,7 +56,7 @@ def pack(codes: Bytes, n_bits: int) -> Bytes:
 
 
 def checksum(data: Bytes) -> int:
-    """Sum over 64-bit words of mix(word + (i + 1) * STEP), mod 2^64; a multiple of 8 bytes."""
+    """Sum mix(word + (i + 1) * STEP) over 64-bit words, mod 2^64; `data` has a multiple of 8 bytes."""
     words = as_patterns(data, 8)
     x = words + np.arange(1, len(words) + 1, dtype=np.uint64) * np.uint64(STEP_64)
     for factor in (MIX_64_A, MIX_64_B):
@@ -69,7 +69,7 @@ def checksum(data: Bytes) -> int:
 
 
 def sortable(patterns: Patterns) -> NDArray[np.int32]:
-    """Turn F32 patterns [n] into integers in order, -0.0 just below 0.0, NaN at the ends."""
+    """Map F32 patterns [n] to integers of the same order, -0.0 just below 0.0, NaN at the ends."""
     signed = patterns.view(np.int32)
     return signed ^ ((signed >> np.int32(31)) & np.int32(0x7FFFFFFF))
 
@@ -77,9 +77,9 @@ def sortable(patterns: Patterns) -> NDArray[np.int32]:
 def bf16_below(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     """Find the greatest bf16 at or below each finite value [n], saturated; tiny ones to 0 or -2^-110."""
     patterns = values.view(np.uint32)
-    top, rest = patterns >> np.uint32(16), patterns & np.uint32(0xFFFF)
+    top, low_bits = patterns >> np.uint32(16), patterns & np.uint32(0xFFFF)
     negative = patterns >> np.uint32(31) != 0
-    down = top + (negative & (rest != 0))
+    down = top + (negative & (low_bits != 0))
     down = np.where((down & 0x7FFF) > BF16_MAX, down & 0x8000 | BF16_MAX, down)
     tiny = (down & 0x7FFF) < SMALLEST
     is_less = negative & ((patterns & np.uint32(0x7FFFFFFF)) != 0)
@@ -154,13 +154,13 @@ def dequantize(
     of = np.arange(len(codes)) // block
     with np.errstate(all="ignore"):
         values = _widen(scales).astype(np.float64)[of] * codes + _widen(offsets).astype(np.float64)[of]
-        held = np.clip(values, -largest, largest)
-        patterns = round_f64(np.where(np.isnan(values), 0.0, held))
+        clipped = np.clip(values, -largest, largest)
+        patterns = round_f64(np.where(np.isnan(values), 0.0, clipped))
     bad = (scales[of] & 0x7F80) == 0x7F80
     return np.where(bad, np.uint32(0x7FC00000), patterns)
 
 
-# --- the largest of each sample -----------------------------------------------------------------
+# --- the largest values of each sample ----------------------------------------------------------
 
 
 def top_mask(patterns: Patterns, n_samples: int, k: int) -> Bytes:

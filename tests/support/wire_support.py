@@ -1,4 +1,4 @@
-"""What the tests of the wire share: tensors as bit patterns, and pairs of ends."""
+"""Shared code of the tests of the wire: tensors as bit patterns, and pairs of ends."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def rng(seed: int = 0) -> np.random.Generator:
 
 
 def f32_patterns(values: Any, dtype: str = "F32") -> Any:
-    """Bit patterns of a dtype, rounded from floats."""
+    """Round floats to the bit patterns of a dtype [n]."""
     flat = np.ascontiguousarray(values, np.float32).reshape(-1)
     return wire_reference.from_f32(flat.view(np.uint32), FLOAT_KINDS[dtype])
 
@@ -46,7 +46,7 @@ def devices() -> list[str]:
 
 
 def ends(policy: LinkPolicy, **options: Any) -> tuple[Link, Link]:
-    """Both ends of a link, the first compiled, the second by the reference."""
+    """Return both ends of a link, the first with compiled kernels, the second with the reference."""
     return (
         Link(0, 1, policy, kernels=wire_cpu, **options),
         Link(0, 1, policy, kernels=wire_reference, **options),
@@ -61,7 +61,7 @@ def across(
     pair: tuple[Link, Link], patterns: Any, place: MessageKey, *, back: bool = False, dtype: str = "F32",
     shape: tuple[int, ...] = SHAPE,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """(message, what arrived) of one tensor; what the sender expects must be what arrives."""
+    """Send and receive one tensor, require that both ends agree, and return (message, received patterns)."""
     sender, receiver = pair[::-1] if back else pair
     direction = BACKWARD if back else FORWARD
     sent = sender.send(direction, patterns, dtype_of(dtype), shape, place)

@@ -2,8 +2,8 @@
 
     python -m tests.support.wire_worker TASK RANK STORE OUT
 
-Every scenario trains a small model through real gloo links and, on the last rank, the same model in one
-process through `simulate`.
+Every scenario trains a small model over gloo links; the last rank also trains the same model in one process
+with `simulate`.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ def layer(seed: int, outputs: int = WIDTH) -> nn.Module:
 
 
 class TwoOutputs(nn.Module):
-    """A stage whose cut has two tensors, one of them of integers."""
+    """A stage with two outputs, one of them of integers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 
 
 class Run:
-    """A model over this rank's stages, trained by a schedule."""
+    """The stages of this rank, trained by a schedule."""
 
     def __init__(self, policy: LinkPolicy | None, schedule: str, rank: int, modules: list[nn.Module]) -> None:
         self.rank, n_stages = rank, len(modules)
@@ -135,7 +135,7 @@ class Run:
 
 
 def simulated(policy: LinkPolicy, modules: list[nn.Module], n_steps: int, use_torch: bool) -> Any:
-    """(losses, digest of each module) of the same training in one process."""
+    """Train the same model in one process, and return (losses, digest of each module)."""
     link = simulate(policy, n_microbatches=N_MICRO, use_torch=use_torch)
     optimizer = torch.optim.SGD([p for m in modules for p in m.parameters()], lr=0.1)
     losses = []
@@ -197,7 +197,7 @@ def scenarios(rank: int, out: Path) -> dict[str, Any]:
 
 
 def plain_pair(rank: int) -> bool:
-    """`send` and `recv` outside of a schedule, variable and fixed lengths."""
+    """Use `send` and `recv` without a schedule, for messages of variable and fixed length."""
     equal = True
     for fixed in (False, True):
         link = DistributedLink(0, 1, LinkPolicy(forward=TopK(0.01)), 1 - rank, fixed=fixed)
@@ -221,7 +221,7 @@ def expected_of(x: Tensor, step: int) -> Any:
 
 
 def resume(rank: int, out: Path, *, save: bool) -> dict[str, Any]:
-    """Four steps, or two and a checkpoint, or two more from a checkpoint."""
+    """Train four steps, with or without a checkpoint after two, or the last two from a checkpoint."""
     results = {}
     for name in ("ef21", "aqsgd"):
         run = Run(POLICIES[name], "1f1b", rank, [layer(0), layer(1)])
@@ -243,7 +243,7 @@ def resume(rank: int, out: Path, *, save: bool) -> dict[str, Any]:
 
 
 def damage(rank: int, kind: str) -> None:
-    """Train until rank 0 misbehaves in its second step; the process must end by an error."""
+    """Train until rank 0 sends a wrong message in its second step; the process must end with an error."""
     run = Run(POLICIES["ef21"], "1f1b", rank, [layer(0), layer(1)])
     run.step(0)
     if rank == 0:
