@@ -1,4 +1,4 @@
-"""Many runs, many workers: the example gives what one process gives, also after a worker was killed."""
+"""The example with several workers writes the same files as one process, even if a worker was killed."""
 
 import os
 import signal
@@ -30,23 +30,23 @@ def test_a_worker_that_was_killed_loses_nothing(tmp_path: Path) -> None:
             write_plain(runs / run / f"step-{step}.safetensors", a_state(drift=0.001 * step, n=20_000))
             for step in range(1, 6)
         ]
-        (tmp_path / "wanted" / run).mkdir(parents=True)
-        ckptz.compress(files, tmp_path / "wanted" / run, chain=True, jobs=1)
+        (tmp_path / "expected" / run).mkdir(parents=True)
+        ckptz.compress(files, tmp_path / "expected" / run, chain=True, jobs=1)
     command = [sys.executable, str(EXAMPLE), str(runs), str(packed), "--workers", "2"]
-    started = subprocess.Popen(command, start_new_session=True)
+    process = subprocess.Popen(command, start_new_session=True)
     while not (packed / "a" / "step-2.ckptz").exists():
-        assert started.poll() is None
+        assert process.poll() is None
         time.sleep(0.01)
-    os.killpg(started.pid, signal.SIGKILL)
-    started.wait()
-    assert contents(packed).keys() < contents(tmp_path / "wanted").keys() | set(leftovers(packed))
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert contents(packed).keys() < contents(tmp_path / "expected").keys() | set(leftovers(packed))
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "outputs existed and were kept" in done.stderr
     for name in leftovers(packed):
         (packed / name).unlink()
-    assert contents(packed) == contents(tmp_path / "wanted")
+    assert contents(packed) == contents(tmp_path / "expected")
 
 
 def leftovers(folder: Path) -> list[str]:
-    """Unfinished files, which no reader takes for checkpoints."""
+    """List the unfinished files, which readers do not take for checkpoints."""
     return [name for name in contents(folder) if not name.endswith(".ckptz")]

@@ -1,4 +1,4 @@
-"""What ckptz writes is byte for byte what the committed table lists; see tests/corpus/make_corpus.py."""
+"""Written files have the committed sizes and digests; see tests/corpus/make_corpus.py."""
 
 import subprocess
 import sys
@@ -11,21 +11,21 @@ from tests.corpus import make_corpus
 SCRIPT = Path(make_corpus.__file__)
 TABLE = SCRIPT.with_name("written.csv")
 FRAMEWORKS = ("accelerate", "lightning", "trainer")
-QUICK = ("tools", "inputs", "kmeans-deltas", "grid-deltas", "saved-files")  # a case of each kind of method
+QUICK = ("tools", "inputs", "kmeans-deltas", "grid-deltas", "saved-files")  # a case of each group of methods
 
 
 def corpus(*args: object) -> subprocess.CompletedProcess[str]:
-    """The script in a process of its own, whose random states and frameworks no other test has touched."""
+    """Run the script in a new process, so that no test has changed its random states and frameworks."""
     return subprocess.run(
         [sys.executable, SCRIPT, *map(str, args)], capture_output=True, text=True, check=False
     )
 
 
 def check(*args: object) -> None:
-    done = corpus("--check", "--portable", *args)
-    if others := [line for line in done.stdout.splitlines() if line.startswith("tools/")]:
-        pytest.skip(f"other software than the table was made with: {', '.join(others)}")
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = corpus("--check", "--portable", *args)
+    if differing := [line for line in process.stdout.splitlines() if line.startswith("tools/")]:
+        pytest.skip(f"the table was made with other versions: {', '.join(differing)}")
+    assert process.returncode == 0, process.stdout + process.stderr
 
 
 def test_no_written_byte_has_changed_in_quick_cases() -> None:

@@ -1,4 +1,4 @@
-"""`make demo` runs, says what it measured, and fails when a lossless method loses something."""
+"""`make demo` runs, reports its measurements, and fails if a lossless method loses something."""
 
 import dataclasses
 import json
@@ -19,9 +19,9 @@ ROOT = Path(__file__).parents[2]
 def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("demo")
     command = [sys.executable, "-m", "bench.demo", "--quick", "--out", out]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (out / "stdout.txt").write_text(done.stdout)
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
+    (out / "stdout.txt").write_text(process.stdout)
     return out
 
 
@@ -50,20 +50,20 @@ def test_it_shows_a_table_and_a_picture(output: Path) -> None:
 
 @pytest.fixture
 def report(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A report in which all is well."""
+    """Return a report without problems."""
     from bench.demo.methods import Storage
     from bench.demo.report import Report, Row
     from bench.demo.training import Resumption
 
-    got = Resumption(2, torch.tensor([2.0, 2.5]), [2.1, 2.0], [1.9], "digest")
-    kept = Storage(
+    resumption = Resumption(2, torch.tensor([2.0, 2.5]), [2.1, 2.0], [1.9], "digest")
+    storage = Storage(
         n_bytes=[5, 3], ratio=3.0, weights_ratio=3.0, compress_rate=9.0, restore_rate=9.0, n_bit_equal=2
     )
     return Report(
         rows=[
-            Row(name="uncompressed", is_lossless=True, resumption=got),
-            Row(name="same", is_lossless=False, resumption=got),
-            Row(name="method", is_lossless=True, resumption=got, storage=kept),
+            Row(name="uncompressed", is_lossless=True, resumption=resumption),
+            Row(name="same", is_lossless=False, resumption=resumption),
+            Row(name="method", is_lossless=True, resumption=resumption, storage=storage),
         ],
         steps=[1, 2],
         resume_step=1,
@@ -87,11 +87,11 @@ def report(monkeypatch: pytest.MonkeyPatch) -> Any:
         ("storage", {"n_bytes": [5]}, "a number is missing"),
     ],
 )
-def test_what_went_wrong_is_said(report: Any, part: str, change: dict[str, Any], complaint: str) -> None:
+def test_problems_are_reported(report: Any, part: str, change: dict[str, Any], complaint: str) -> None:
     from bench.demo.report import problems
 
     assert problems(report) == []
     last = report.rows[-1]
     broken = dataclasses.replace(last, **{part: dataclasses.replace(getattr(last, part), **change)})
-    found = problems(dataclasses.replace(report, rows=[*report.rows[:-1], broken]))
-    assert any(complaint in problem for problem in found)
+    complaints = problems(dataclasses.replace(report, rows=[*report.rows[:-1], broken]))
+    assert any(complaint in problem for problem in complaints)

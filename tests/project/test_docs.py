@@ -1,4 +1,4 @@
-"""The pages for users: their links lead somewhere, and the code of some of them runs as it stands there."""
+"""The pages for users: links have targets, named files and objects exist, and code of some pages runs."""
 
 import ast
 import importlib
@@ -77,10 +77,10 @@ def test_the_names_of_every_page_are_there(page: Path) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with two checkpoints and a quality, which is the working folder."""
+    """Change to a folder with two checkpoints and an evaluation."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "evaluate", raising=False)  # of other tests
+    monkeypatch.delitem(sys.modules, "evaluate", raising=False)  # a module of other tests
     rng = np.random.default_rng(0)
     weight = rng.standard_normal((64, 96), np.float32)
     for step in (100, 200):
@@ -107,7 +107,7 @@ def test_the_search_of_its_page_runs(run: Path, capsys: pytest.CaptureFixture[st
     assert (promise.max_drop, promise.is_met) == (0.01, True)
 
 
-# --- which frameworks -------------------------------------------------------------------------------------
+# --- frameworks -------------------------------------------------------------------------------------------
 
 ASKED_FOR = (
     *("DeepSpeed", "FSDP1", "Megatron", "torchtitan", "torchtune", "TRL", "Lightning Fabric", "JAX/orbax"),
@@ -116,7 +116,7 @@ ASKED_FOR = (
 
 
 def framework_rows() -> dict[str, list[str]]:
-    """Status, way and example of each framework of the page."""
+    """Return status, way and example of each framework in the table of the page."""
     text = (ROOT / "docs" / "frameworks.md").read_text("utf-8")
     section = text.split("## Which frameworks")[1].split("\n## ")[0]
     rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")]
@@ -131,8 +131,8 @@ def test_every_framework_has_its_row() -> None:
 
 @pytest.mark.parametrize("name", [name for name, row in framework_rows().items() if row[0] == "supported"])
 def test_every_supported_framework_has_an_example_that_tests_run(name: str) -> None:
-    found = re.search(r"\(\.\./examples/(\w+\.py)\)", framework_rows()[name][-1])
-    assert found, "no example"
-    others = (path for path in (ROOT / "tests").rglob("test_*.py") if path.stem != "test_docs")
-    tests = [path.read_text("utf-8") for path in others]
-    assert any(f'"{found[1]}"' in test and '"examples"' in test for test in tests), "no test runs it"
+    match = re.search(r"\(\.\./examples/(\w+\.py)\)", framework_rows()[name][-1])
+    assert match, "no example"
+    modules = (path for path in (ROOT / "tests").rglob("test_*.py") if path.stem != "test_docs")
+    tests = [path.read_text("utf-8") for path in modules]
+    assert any(f'"{match[1]}"' in test and '"examples"' in test for test in tests), "no test runs it"

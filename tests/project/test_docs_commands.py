@@ -1,4 +1,4 @@
-"""Every command that the pages show runs here, in a folder with the files that it names."""
+"""Every command of the pages runs in a folder with the files that it names."""
 
 import re
 import shlex
@@ -23,8 +23,8 @@ SHELLS = ("", "bash", "console")  # languages of fenced blocks
 CELL = re.compile(r"^\| `(ckptz [a-z-]+ [^`]*)` \|", re.MULTILINE)
 SPAN = re.compile(r"`(ckptz [a-z][a-z-]+[^`]*)`")
 PROGRAMS = ("ckptz", "pip", "make", "python")
-NETWORK = ("pip install",)  # the only commands that no test runs
-A_WORD = re.compile(r"\b[A-Z_]{3,}\b|\b[AB]\b|NAME\*|\.\.\.")  # what stands for something of the reader's
+NETWORK = ("pip install",)  # commands that tests cannot run
+PLACEHOLDER = re.compile(r"\b[A-Z_]{3,}\b|\b[AB]\b|NAME\*|\.\.\.")  # placeholders that readers replace
 
 QUALITY = """
 import torch
@@ -42,63 +42,63 @@ def resume(state, n_steps):
 
 
 def commands_in(text: str) -> list[str]:
-    """Command lines of the reader's own in a block, or in a cell of a table."""
+    """List the command lines without placeholders in a block, or in a cell of a table."""
     lines = (line.strip().removeprefix("$ ") for line in text.replace("\\\n", " ").splitlines())
-    return [line for line in lines if line.split(" ")[0] in PROGRAMS and not A_WORD.search(line)]
+    return [line for line in lines if line.split(" ")[0] in PROGRAMS and not PLACEHOLDER.search(line)]
 
 
 def blocks() -> Iterator[Any]:
-    """The commands of each block of each page, which are typed one after another."""
+    """Yield the commands of each block of each page, which run one after another."""
     for page in PAGES:
         text = page.read_text("utf-8")
-        found = [code for language, code in BLOCK.findall(text) if language in SHELLS]
-        for commands in map(commands_in, [*found, *CELL.findall(text)]):
+        code_blocks = [code for language, code in BLOCK.findall(text) if language in SHELLS]
+        for commands in map(commands_in, [*code_blocks, *CELL.findall(text)]):
             if commands:
                 yield pytest.param(page.name, commands, id=f"{page.name}: {commands[0]}")
 
 
 def arguments(command: str) -> list[str]:
-    """Split a command as a shell does: quotes, comments, and patterns of file names; s3 is memory here."""
+    """Split a command as a shell does, with quotes, comments and patterns; s3:// becomes memory://."""
     command = command.replace("s3://", "memory://")
     words: list[str] = []
     for word in shlex.split(command, comments=True):
-        found = sorted(str(path) for path in Path().glob(word)) if "*" in word and "'" not in word else []
-        words += found or [word]
+        paths = sorted(str(path) for path in Path().glob(word)) if "*" in word and "'" not in word else []
+        words += paths or [word]
     return words
 
 
-# --- what the commands find -----------------------------------------------------------------------
+# --- files that the commands need -----------------------------------------------------------------
 
 
 def weights(step: int) -> dict[str, np.ndarray]:
-    rng, moves = np.random.default_rng(7), np.random.default_rng(step)
-    moved = rng.standard_normal((64, 96), np.float32) + moves.normal(0, 1e-4, (64, 96)).astype(np.float32)
-    return {"w": moved}
+    rng, changes = np.random.default_rng(7), np.random.default_rng(step)
+    weight = rng.standard_normal((64, 96), np.float32) + changes.normal(0, 1e-4, (64, 96)).astype(np.float32)
+    return {"w": weight}
 
 
-def plain(name: str, step: int = 0) -> None:
+def write_weights(name: str, step: int = 0) -> None:
     save_file(weights(step), f"{name}.safetensors")
 
 
-def a_project() -> None:
-    """Checkpoints, a quality, and an optimizer's state."""
+def write_project() -> None:
+    """Write checkpoints and evaluations."""
     for name in ("model", "step-1", "step-0200", "step-100"):
-        plain(name)
+        write_weights(name)
     for name in ("step-2", "step-0240", "step-200"):
-        plain(name, 1)
+        write_weights(name, 1)
     Path("my_project").mkdir()
     for name in ("evaluate.py", "f.py", "my_project/quality.py"):
         Path(name).write_text(QUALITY)
 
 
-def an_optimizer() -> None:
+def write_optimizer() -> None:
     torch = pytest.importorskip("torch")
     moments = {"step": torch.tensor(9.0)} | {f"exp_avg{end}": torch.rand(64, 96) for end in ("", "_sq")}
     torch.save({"state": {0: moments}, "param_groups": [{"params": [0]}]}, "adam.pt")
 
 
-def of_reports() -> None:
-    a_project()
+def write_report_files() -> None:
+    write_project()
     for name, step in (("run", 0), ("run-a", 0), ("run-b", 1)):
         Path(name).mkdir()
         ckptz(
@@ -111,11 +111,11 @@ def of_reports() -> None:
         )
     ckptz("compress", "step-1.safetensors", "-o", "a.ckptz")
     ckptz("compress", "step-2.safetensors", "-o", "b.ckptz", "--base", "a.ckptz")
-    found = ckptz("compress", "model.safetensors", "--eval", "evaluate.py:loss", "--budget", "1%", "--json")
-    Path("search.json").write_text(found.stdout)
+    search = ckptz("compress", "model.safetensors", "--eval", "evaluate.py:loss", "--budget", "1%", "--json")
+    Path("search.json").write_text(search.stdout)
 
 
-def of_runs() -> None:
+def write_runs() -> None:
     torch = pytest.importorskip("torch")
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 96)
@@ -125,7 +125,7 @@ def of_runs() -> None:
                 checkpointer.save(step)
 
 
-def of_weights() -> None:
+def publish_weights() -> None:
     from ckptz.sync import Publisher
 
     torch = pytest.importorskip("torch")
@@ -134,7 +134,7 @@ def of_weights() -> None:
         publisher.publish({name: torch.from_numpy(value) for name, value in weights(step).items()}, step=step)
 
 
-def of_frameworks() -> None:
+def write_framework_folders() -> None:
     torch = pytest.importorskip("torch")
     import torch.distributed.checkpoint as dcp
 
@@ -146,29 +146,29 @@ def of_frameworks() -> None:
     for step in (60, 120, 180, 240):
         folder = Path(f"checkpoint-{step}")
         folder.mkdir()
-        plain(f"checkpoint-{step}/model", step)
-        an_optimizer()
+        write_weights(f"checkpoint-{step}/model", step)
+        write_optimizer()
         Path("adam.pt").rename(folder / "optimizer.pt")
         (folder / "trainer_state.json").write_text("{}")
 
 
-def of_transformers() -> None:
-    a_project()
+def write_compressed_model() -> None:
+    write_project()
     Path("packed").mkdir()
     ckptz("compress", "model.safetensors", "-o", "packed/model.ckptz")
 
 
 PREPARED: dict[str, Callable[[], None]] = {
-    "search.md": lambda: (a_project(), an_optimizer())[0],
-    "report.md": of_reports,
-    "frameworks.md": of_frameworks,
-    "training.md": of_runs,
-    "weight-sync.md": of_weights,
-    "transformers.md": of_transformers,
+    "search.md": lambda: (write_project(), write_optimizer())[0],
+    "report.md": write_report_files,
+    "frameworks.md": write_framework_folders,
+    "training.md": write_runs,
+    "weight-sync.md": publish_weights,
+    "transformers.md": write_compressed_model,
 }
 
 
-# --- the tests ------------------------------------------------------------------------------------
+# --- tests ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("page", "commands"), list(blocks()))
@@ -177,7 +177,7 @@ def test_the_commands_of_every_page_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    PREPARED.get(page, a_project)()
+    PREPARED.get(page, write_project)()
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for command in commands:
         program, *words = arguments(command)
@@ -186,27 +186,27 @@ def test_the_commands_of_every_page_run(
         elif program == "make":
             assert words[0] in targets, command
         elif program == "python":
-            assert (ROOT / words[0]).is_file(), command  # its own test runs it
+            assert (ROOT / words[0]).is_file(), command  # other tests run it
         else:
             assert command.startswith(NETWORK), command
 
 
 def verbs() -> dict[str, set[str]]:
     context = click.Context(main)
-    found = {}
+    options = {}
     for name in main.list_commands(context):
         command = main.get_command(context, name)
         params = command.get_params(context)
-        found[name] = {one for param in params for one in (*param.opts, *param.secondary_opts)}
+        options[name] = {option for param in params for option in (*param.opts, *param.secondary_opts)}
 
-    return found
+    return options
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_verbs_and_options_that_pages_speak_of_are_there(page: Path) -> None:
-    known = verbs()
+def test_verbs_and_options_that_pages_name_exist(page: Path) -> None:
+    options_by_verb = verbs()
     for span in SPAN.findall(page.read_text("utf-8")):
         _, verb, *words = span.replace("...", "").split()
-        assert verb in known, span
+        assert verb in options_by_verb, span
         options = {word.split("=")[0] for word in words if re.match(r"--?[a-z]", word)}
-        assert not options - known[verb] - {"--help", "--json"}, span
+        assert not options - options_by_verb[verb] - {"--help", "--json"}, span

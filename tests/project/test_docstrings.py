@@ -1,4 +1,4 @@
-"""Rules for docstrings: a sentence about the subject, with the shape or unit of arrays."""
+"""Rules for docstrings: sentences with a subject, and shapes or units of arrays."""
 
 import ast
 import re
@@ -9,13 +9,13 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# Verbs that say nothing about the operation: return, compute, read, select, ... do. Question words say less.
+# Words that do not name an operation, as return, compute, read or select do.
 VAGUE = ("Give", "Tell", "Say", "Let", "Bring", "What", "Whether", "Whoever")
 ARRAY = re.compile(
     r"\b(NDArray|Patterns|Floats|Reals|Integers|Codes|Labels|Counts|Bytes|Frequencies|Matrix|Logits)\b"
 )
 SIZED = re.compile(r"\[|\bpatterns?\b|\bunits?\b|\bbytes?\b")
-# Beginnings that leave the reader to guess the subject.
+# First words after which readers must guess the subject.
 RIDDLES = re.compile(r"(What|Where|How|Which|Of|For|See|As|It|The same|spec/)\b|spec/|\(")
 NO_OBJECT = re.compile(r"\w+ (it|them|others|the same|nothing|something|of)\b")
 
@@ -27,11 +27,11 @@ def is_public(node: Function | ast.ClassDef) -> bool:
 
 
 def decorators(function: Function) -> set[str]:
-    return {ast.unparse(one).split("(")[0] for one in function.decorator_list}
+    return {ast.unparse(decorator).split("(")[0] for decorator in function.decorator_list}
 
 
 def documented_in(tree: ast.AST) -> Iterator[Function | ast.ClassDef]:
-    """Public functions, classes, and methods and properties of public classes that have a docstring."""
+    """Yield public functions, classes, methods and properties that have a docstring."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, Function | ast.ClassDef) and is_public(node):
             if ast.get_docstring(node) is not None:
@@ -46,7 +46,7 @@ def is_property(node: Function | ast.ClassDef) -> bool:
 
 
 def faults_of(node: Function | ast.ClassDef) -> Iterator[str]:
-    """What is wrong with the docstring of a function, a property or a class."""
+    """Yield the faults in the docstring of a function, a property or a class."""
     text = ast.get_docstring(node) or ""
     first, n_words = text.splitlines()[0], len(text.split("\n\n")[0].split())
     if not first.endswith("."):
@@ -64,16 +64,16 @@ def faults_of_function(function: Function, text: str, first: str) -> Iterator[st
     if NO_OBJECT.match(first):
         yield f"{first!r} does not name its object"
     arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
-    annotations = [one.annotation for one in arguments] + [function.returns]
-    if any(ARRAY.search(ast.unparse(one)) for one in annotations if one) and not SIZED.search(text):
+    annotations = [argument.annotation for argument in arguments] + [function.returns]
+    if any(ARRAY.search(ast.unparse(a)) for a in annotations if a) and not SIZED.search(text):
         yield f"{first!r} says no shape or unit of its arrays"
 
 
-def found_in(source: str) -> list[str]:
-    return [f"{one.name}: {fault}" for one in documented_in(ast.parse(source)) for fault in faults_of(one)]
+def faults_in(source: str) -> list[str]:
+    return [f"{node.name}: {fault}" for node in documented_in(ast.parse(source)) for fault in faults_of(node)]
 
 
-def room_of(path: Path) -> str:
+def name_of(path: Path) -> str:
     return path.relative_to(ROOT).with_suffix("").as_posix()
 
 
@@ -81,19 +81,19 @@ MODULES = [path for folder in ("ckptz", "cli") for path in sorted((ROOT / folder
 
 
 def test_docstrings_are_sentences_about_their_subject() -> None:
-    faults = [f"{room_of(path)}: {fault}" for path in MODULES for fault in found_in(path.read_text())]
+    faults = [f"{name_of(path)}: {fault}" for path in MODULES for fault in faults_in(path.read_text())]
     assert not faults, "\n".join(["", *faults])
 
 
 def vague_in(source: str) -> list[str]:
-    """First lines of docstrings, of private functions too, that begin with a vague word."""
-    nodes = [one for one in ast.walk(ast.parse(source)) if isinstance(one, Function | ast.ClassDef)]
+    """List the first lines of docstrings, also of private functions, that begin with a vague word."""
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, Function | ast.ClassDef)]
     lines = [(ast.get_docstring(node) or "-").splitlines()[0] for node in nodes]
     return [line for line in lines if line.split()[0].rstrip(".,:;") in VAGUE]
 
 
 def test_docstrings_begin_with_a_verb_of_the_field() -> None:
-    assert not [(room_of(path), line) for path in MODULES for line in vague_in(path.read_text())]
+    assert not [(name_of(path), line) for path in MODULES for line in vague_in(path.read_text())]
 
 
 def test_a_vague_docstring_is_noticed() -> None:
@@ -119,7 +119,7 @@ def test_a_vague_docstring_is_noticed() -> None:
 )
 def test_a_wrong_docstring_is_noticed(line: str, fault: str) -> None:
     text = fault.split("'")[1]
-    assert fault in "\n".join(found_in(f'class A:\n  {line}\n    """{text}"""'))
+    assert fault in "\n".join(faults_in(f'class A:\n  {line}\n    """{text}"""'))
 
 
 @pytest.mark.parametrize(
@@ -133,5 +133,5 @@ def test_a_wrong_docstring_is_noticed(line: str, fault: str) -> None:
         "def f() -> int:\n    return 1",
     ],
 )
-def test_what_is_right_or_private_is_let_through(source: str) -> None:
-    assert found_in(source) == []
+def test_valid_and_private_docstrings_have_no_faults(source: str) -> None:
+    assert faults_in(source) == []

@@ -1,4 +1,4 @@
-"""The examples of frameworks that have no tests of their own: a run that was stopped goes on."""
+"""Examples of frameworks without other tests: an interrupted run resumes to the same end."""
 
 import runpy
 from pathlib import Path
@@ -29,8 +29,8 @@ def test_a_stopped_run_goes_on(
         runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
         return capsys.readouterr().out.splitlines()[-1]
 
-    whole = last_line("whole", 8)
+    uninterrupted = last_line("uninterrupted", 8)
     last_line("stopped", 6)
     saved = [path for path in (tmp_path / "stopped").rglob("*") if str(path).endswith(suffix)]
     assert len(saved) == 2
-    assert last_line("stopped", 8) == whole
+    assert last_line("stopped", 8) == uninterrupted

@@ -1,4 +1,4 @@
-"""Figures of README and docs have a measurement behind them, and the pages show the committed tables."""
+"""Figures of README and docs have measured sources, and the pages show the committed tables."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def test_the_tables_of_the_pages_are_those_of_the_results() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "numbers"),
     [
         ("12.2x smaller, +0.24 % and 1,601 MB/s", ["12.2", "+0.24", "1,601"]),
         ("ended 0.7 and 1.2 % higher, -0.1 to +2.4 % at 3.6 times", ["0.7", "1.2", "-0.1", "+2.4", "3.6"]),
@@ -29,12 +29,12 @@ def test_the_tables_of_the_pages_are_those_of_the_results() -> None:
         ("```python\nx = 0.25\n```\n```console\n$ ckptz --budget 1%\n1.22x\n```", ["1.22"]),
     ],
 )
-def test_figures_are_numbers_with_a_unit_outside_of_code(text: str, found: list[str]) -> None:
-    assert figures.figures_in(text) == found
+def test_figures_are_numbers_with_a_unit_outside_of_code(text: str, numbers: list[str]) -> None:
+    assert figures.figures_in(text) == numbers
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "fault"),
     [
         ("README.md,0.25,demo,method=ckptz grid,loss resumed,one run", "is -0.191 in bench/results/demo.csv"),
         ("README.md,0.19,demo,method=ckptz grid,loss resumed,one run", ""),
@@ -46,7 +46,7 @@ def test_figures_are_numbers_with_a_unit_outside_of_code(text: str, found: list[
     ],
 )
 def test_a_figure_of_another_value_or_without_a_source_is_named(
-    row: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    row: str, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = tmp_path / "README.md"
     page.write_text(f"It is {row.split(',')[1]} % larger, and 7 % faster.\n")
@@ -57,7 +57,7 @@ def test_a_figure_of_another_value_or_without_a_source_is_named(
     monkeypatch.setattr(figures, "pages", lambda: [page])
     measured = [{"method": "ckptz grid", "loss resumed": "-0.191 %"}]
     monkeypatch.setattr(figures, "read_rows", lambda table: measured)
-    assert said in "\n".join(figures.faults())
-    assert bool(said) == bool(list(figures.faults()))
+    assert fault in "\n".join(figures.faults())
+    assert bool(fault) == bool(list(figures.faults()))
     page.write_text("It is 99 % larger.\n")
-    assert any("README.md: 99 has no row in bench/figures.csv" in fault for fault in figures.faults())
+    assert any("README.md: 99 has no row in bench/figures.csv" in line for line in figures.faults())

@@ -1,4 +1,4 @@
-"""What users install: the built wheel, and the editable tree, each in an environment of its own."""
+"""Installed packages: the built wheel and the editable tree, each in a separate environment."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ ROOT = Path(__file__).parents[2]
 TREE = ("ckptz", "cli", "pyproject.toml", "README.md", "LICENSE")
 
 
-INTERPRETERS = ("3.11", "3.12", "3.13")  # for which the wheel was tried
+INTERPRETERS = ("3.11", "3.12", "3.13")  # versions that the wheel supports
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    """Standard output of a command that must end well, away from the source tree and its settings."""
+    """Run a command without the settings of this environment, require success, and return its output."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "COV_", "NUMBA_"))}
-    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+    process = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, f"{command}\n{process.stdout}\n{process.stderr}"
+    return process.stdout
 
 
 @dataclass(frozen=True)
 class Environment:
-    """A fresh virtual environment that finds our dependencies, but not our ckptz."""
+    """A new virtual environment with access to the installed dependencies, but not to ckptz."""
 
     folder: Path
 
     @classmethod
     def create(cls, folder: Path) -> Environment:
         venv.create(folder, with_pip=False, symlinks=True)
-        made = cls(folder)
-        # A path named in a .pth file is searched last, and the .pth files in it are not read: so the
-        # editable install of the environment that runs this test stays out.
-        made.site_packages.joinpath("dependencies.pth").write_text(sysconfig.get_path("purelib"))
-        return made
+        environment = cls(folder)
+        # A folder that a .pth file names is searched last, and .pth files in it are not read. So the editable
+        # install of the environment that runs this test stays out.
+        environment.site_packages.joinpath("dependencies.pth").write_text(sysconfig.get_path("purelib"))
+        return environment
 
     @property
     def site_packages(self) -> Path:
@@ -71,7 +71,7 @@ class Environment:
 
 
 def copy_tree(folder: Path) -> Path:
-    """The packages as a checkout has them; file times are kept, so compiled kernels stay valid."""
+    """Copy the packages with their file times, so that compiled kernels stay valid."""
     folder.mkdir()
     for name in TREE:
         copy: Callable[..., object] = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
@@ -107,7 +107,7 @@ def installed(
     return environment
 
 
-def test_the_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:
+def test_the_wheel_has_the_packages_and_nothing_else(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     info = f"ckptz-{__version__}.dist-info"
     assert {name.split("/")[0] for name in names} == {"ckptz", "ckptz_cli", info}
@@ -126,7 +126,7 @@ def test_the_first_page_has_no_links_that_lead_nowhere(wheel: Path) -> None:
 
 
 @pytest.mark.apps
-def test_the_source_distribution_holds_the_pages_and_what_the_tests_need(sdist: Path) -> None:
+def test_the_source_distribution_has_the_pages_and_the_tests(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     pages = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")}
@@ -144,7 +144,7 @@ def test_an_installed_ckptz_is_its_own(installed: Environment, tmp_path: Path) -
     assert "compress" in run(installed.script("ckptz"), "--help", cwd=tmp_path)
 
 
-@pytest.mark.apps  # compiles kernels anew
+@pytest.mark.apps  # compiles all kernels
 @pytest.mark.parametrize(
     ("code", "extra"),
     [
@@ -161,8 +161,8 @@ def test_an_installed_ckptz_is_its_own(installed: Environment, tmp_path: Path) -
 def test_a_missing_library_is_named_with_what_installs_it(code: str, extra: str) -> None:
     missing = ("torch", "lightning", "transformers", "accelerate", "huggingface_hub")
     setup = f"import sys; sys.modules.update(dict.fromkeys({missing}))"  # None: as if not installed
-    done = subprocess.run([sys.executable, "-c", f"{setup}; {code}"], capture_output=True, text=True)
-    assert done.stderr.rstrip().endswith(f"install it with: pip install 'ckptz[{extra}]'")
+    process = subprocess.run([sys.executable, "-c", f"{setup}; {code}"], capture_output=True, text=True)
+    assert process.stderr.rstrip().endswith(f"install it with: pip install 'ckptz[{extra}]'")
 
 
 def test_an_installed_ckptz_round_trips_a_file(installed: Environment, tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_an_installed_ckptz_round_trips_a_file(installed: Environment, tmp_path:
 @pytest.mark.apps
 @pytest.mark.parametrize("version", INTERPRETERS)
 def test_the_wheel_works_with_every_version_that_it_names(version: str, wheel: Path, tmp_path: Path) -> None:
-    """With the dependencies that pip finds for that version, and nothing else."""
+    """Install the wheel with the dependencies that pip selects for the version."""
     interpreter = shutil.which(f"python{version}")
     if (
         interpreter is None

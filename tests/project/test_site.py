@@ -1,4 +1,4 @@
-"""The site: every public name has a page and a docstring, and every error its remedy."""
+"""The site: every public name has a page and a docstring, and every error a remedy."""
 
 import ast
 import re
@@ -19,7 +19,7 @@ MODULES = (
     *(f"ckptz.integrations.{name}" for name in ("accelerate", "dcp", "lightning", "loggers", "trainer")),
     "ckptz.integrations.transformers",
 )
-ERRORS = [one for one in vars(ckptz.errors).values() if isinstance(one, type) and issubclass(one, CkptzError)]
+ERRORS = [c for c in vars(ckptz.errors).values() if isinstance(c, type) and issubclass(c, CkptzError)]
 
 
 def source_of(module: str) -> Path:
@@ -32,7 +32,7 @@ def tree_of(module: str) -> ast.Module:
 
 
 def public_names(module: str) -> list[str]:
-    """What a module names in `__all__`; of one without, its classes but those that are used as functions."""
+    """List the names in `__all__` of a module, or else its classes with a capital letter."""
     tree = tree_of(module)
     for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
@@ -44,31 +44,32 @@ Home = tuple[str, ast.ClassDef | ast.FunctionDef]
 
 
 def home_of(module: str, name: str) -> Home | None:
-    """The class or function behind a name, and the module of ours that has it; None for anything else."""
+    """Return a class or function of ckptz and the module that defines it, or None for anything else."""
     tree = tree_of(module)
     for node in ast.walk(tree):
         is_import = isinstance(node, ast.ImportFrom) and str(node.module).startswith("ckptz")
         if is_import and name in {alias.asname or alias.name for alias in node.names}:
             return home_of(node.module, name)
     kinds = (ast.ClassDef, ast.FunctionDef)
-    found = [node for node in tree.body if isinstance(node, kinds) and node.name == name]
-    return (module, found[0]) if found else None
+    nodes = [node for node in tree.body if isinstance(node, kinds) and node.name == name]
+    return (module, nodes[0]) if nodes else None
 
 
 def methods_of(home: Home | None) -> Iterator[ast.FunctionDef]:
-    """Public methods of a class, and those of its bases behind them."""
+    """Yield the public methods of a class, then those of its bases."""
     if home is None or not isinstance(home[1], ast.ClassDef):
         return
-    yield from (one for one in home[1].body if isinstance(one, ast.FunctionDef) and one.name[0] != "_")
+    yield from (n for n in home[1].body if isinstance(n, ast.FunctionDef) and n.name[0] != "_")
     for base in home[1].bases:
         yield from methods_of(home_of(home[0], ast.unparse(base)))
 
 
 def undocumented(home: Home) -> list[str]:
-    """A class or function without a docstring, and methods that have none in a base either."""
+    """List a class or function without a docstring, and its methods without one in a base either."""
     methods = list(methods_of(home))
-    told = {method.name for method in methods if ast.get_docstring(method)}
-    return [one.name for one in (home[1], *methods) if not ast.get_docstring(one) and one.name not in told]
+    documented = {method.name for method in methods if ast.get_docstring(method)}
+    nodes = (home[1], *methods)
+    return [n.name for n in nodes if not ast.get_docstring(n) and n.name not in documented]
 
 
 NAMES = [(module, name) for module in MODULES for name in public_names(module)]
@@ -107,7 +108,7 @@ def test_every_error_has_its_remedy_and_its_exit_code() -> None:
         assert below_another or error.__name__ in rows[str(error.exit_code)]
 
 
-# --- what others read of the repository -----------------------------------------------------------
+# --- files for others ---------------------------------------------------------------------------
 
 
 def test_the_workflow_runs_what_ci_runs_on_every_system() -> None:
@@ -123,7 +124,7 @@ def test_the_citation_names_the_version_and_both_papers() -> None:
     yaml = pytest.importorskip("yaml")
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert (cited["cff-version"], cited["version"]) == ("1.2.0", __version__)
-    papers = {one["value"] for paper in cited["references"] for one in paper["identifiers"]}
+    papers = {identifier["value"] for paper in cited["references"] for identifier in paper["identifiers"]}
     assert papers == {"arXiv:2306.11800", "arXiv:2401.07788"}
 
 
@@ -136,7 +137,7 @@ def test_the_figures_of_the_pages_are_those_of_the_results() -> None:
         assert report.rendered(text) == text, page
 
 
-# --- the hook -------------------------------------------------------------------------------------
+# --- the hook of mkdocs -------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -151,19 +152,21 @@ def hook(monkeypatch: pytest.MonkeyPatch) -> object:
 
 def test_links_follow_pages_to_their_places(hook: object) -> None:
     class Page:
-        def __init__(self, place: str) -> None:
+        def __init__(self, path: str) -> None:
             self.file = self
-            self.src_uri = place
+            self.src_uri = path
 
-    def moved(place: str, link: str) -> str:
-        return hook.on_page_markdown(f"[a]({link})", page=Page(place))
+    def converted(path: str, link: str) -> str:
+        return hook.on_page_markdown(f"[a]({link})", page=Page(path))
 
-    assert moved("index.md", "docs/search.md") == "[a](search.md)"
-    assert moved("search.md", "../spec/README.md#the-ckptz-format") == "[a](spec/README.md#the-ckptz-format)"
-    assert moved("search.md", "../README.md") == "[a](index.md)"
-    assert moved("spec/05-frame.md", "../docs/glossary.md") == "[a](../glossary.md)"
-    assert moved("search.md", "https://a.b/c.md") == "[a](https://a.b/c.md)"
-    assert moved("search.md", "#more") == "[a](#more)"
+    assert converted("index.md", "docs/search.md") == "[a](search.md)"
+    assert (
+        converted("search.md", "../spec/README.md#the-ckptz-format") == "[a](spec/README.md#the-ckptz-format)"
+    )
+    assert converted("search.md", "../README.md") == "[a](index.md)"
+    assert converted("spec/05-frame.md", "../docs/glossary.md") == "[a](../glossary.md)"
+    assert converted("search.md", "https://a.b/c.md") == "[a](https://a.b/c.md)"
+    assert converted("search.md", "#more") == "[a](#more)"
 
 
 @pytest.mark.parametrize(
@@ -182,7 +185,7 @@ def test_a_page_that_loads_from_the_network_is_refused(hook: object, tag: str) -
 
 
 @pytest.mark.parametrize(
-    ("html", "said"),
+    ("html", "message"),
     [
         ("<td><code>Sentinel.UNSET</code></td>", ""),
         ("<td>Sentinel.UNSET</td>", "shows a placeholder of click"),
@@ -190,7 +193,7 @@ def test_a_page_that_loads_from_the_network_is_refused(hook: object, tag: str) -
         ('<h3 id="ckptz.Grid.recipe" class="doc">', "shows recipe, which it does not name"),
     ],
 )
-def test_a_page_with_placeholders_or_internals_is_refused(hook: object, html: str, said: str) -> None:
+def test_a_page_with_placeholders_or_internals_is_refused(hook: object, html: str, message: str) -> None:
     from mkdocs.exceptions import PluginError
 
     class Page:
@@ -199,8 +202,8 @@ def test_a_page_with_placeholders_or_internals_is_refused(hook: object, html: st
         class file:
             src_uri = "a.md"
 
-    if not said:
+    if not message:
         assert "Sentinel" not in hook.on_page_content(html, page=Page)
         return
-    with pytest.raises(PluginError, match=said):
+    with pytest.raises(PluginError, match=message):
         hook.on_page_content(html, page=Page)
