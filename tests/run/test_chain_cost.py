@@ -17,7 +17,7 @@ FLAT_TABLES = b"\1" + b"\0\0\0" + varint(256) + b"\0"  # one table of one symbol
 def xor_frame(context_tensor: str | None) -> Frame:
     """A delta that changes nothing, with contexts by another tensor's magnitude."""
     rules = [b"\1" + varint(len(context_tensor)) + context_tensor.encode()] if context_tensor else []
-    made = plan(predictor=1, mode=2, rules=rules, rest=FLAT_TABLES if rules else b"")
+    made = plan(predictor=1, mode=2, rules=rules, tail=FLAT_TABLES if rules else b"")
     return Frame(made, [(STORED, ZEROS)], ZEROS)
 
 

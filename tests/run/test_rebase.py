@@ -136,7 +136,7 @@ def test_only_frames_that_are_needed_go_in(tmp_path: Path) -> None:
 def test_a_context_tensor_of_a_needed_tensor_goes_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`a` of the base is decoded by contexts of `b`, which nothing else needs."""
     zeros, tables = bytes(4), b"\1" + b"\0\0\0" + varint(256) + b"\0"
-    by_b = plan(rules=[b"\1" + varint(1) + b"b"], rest=tables)
+    by_b = plan(rules=[b"\1" + varint(1) + b"b"], tail=tables)
     full = File({"a": Frame(by_b, [(STORED, zeros)], zeros), **dict.fromkeys("bc", Frame())})
     (tmp_path / "0.ckptz").write_bytes(full.bytes())
     base = {"content_id": full.content_id(), "file": "0.ckptz", "depth": 1}

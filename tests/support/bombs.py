@@ -40,7 +40,7 @@ def outer_vectors() -> bytes:
     """Build two hundred empty tensors with outer vectors of 64 MiB each."""
     vectors = b"".join(embedded(b"") for _ in range(4)) + constant_vector(ONE)
     body, shape = explicit_map(ONE) + vectors, (0, MAX_OUTER)
-    encoded_plan = plan(dtype="F32", domain=1, predictor=2, shape=shape, rest=body)
+    encoded_plan = plan(dtype="F32", domain=1, predictor=2, shape=shape, tail=body)
     frame = Frame(encoded_plan, (), b"", "F32", shape, n_chunks=0)
     return _file({f"t{i:05d}": frame for i in range(200)})
 
@@ -49,7 +49,7 @@ def outer_vectors_of_rows() -> bytes:
     """Build tensors of one column, with 32 MiB of outer vectors to 32 MiB of values."""
     n = 1 << 23
     body = explicit_map(bytes(4)) + constant_vector(ONE) * 2
-    encoded_plan = plan(dtype="F32", domain=1, predictor=2, shape=(n, 1), rest=body)
+    encoded_plan = plan(dtype="F32", domain=1, predictor=2, shape=(n, 1), tail=body)
     frame = Frame(
         encoded_plan, [(CONSTANT, b"\0")], ONE * CHUNK_VALUES, "F32", (n, 1), n_chunks=n // CHUNK_VALUES
     )
@@ -60,7 +60,7 @@ def term_codes() -> bytes:
     """Build tensors with 64 low-rank terms: a few bytes decode to 16 MiB of codes and 128 MiB of vectors."""
     n = (1 << 24) // 64 - 4
     body = explicit_map(bytes(4)) + varint(64) + ONE * 64 + embedded(b"\1", CONSTANT)
-    encoded_plan = plan(dtype="F32", domain=1, predictor=4, shape=(n, 4), rest=body)
+    encoded_plan = plan(dtype="F32", domain=1, predictor=4, shape=(n, 4), tail=body)
     decoded = struct.pack("<f", 64.0) * CHUNK_VALUES
     frame = Frame(encoded_plan, [(CONSTANT, b"\0")], decoded[: 16 * n], "F32", (n, 4))
     version = {"ckptz.version": "1.1"}
@@ -72,7 +72,7 @@ def expanded_maps() -> bytes:
     labels = [b"\3" + varint(radix) + varint(4) + embedded(b"\0", CONSTANT) for radix in (256, 16)]
     body = b"\1" + varint(4096) + varint(256) + struct.pack("<d", 1.0) * (2 * 4096 + 256)
     body += varint(4096) + b"\0" + flat_table(4096)
-    encoded_plan = plan(dtype="F32", domain=1, shape=(4,), rules=labels, rest=body)
+    encoded_plan = plan(dtype="F32", domain=1, shape=(4,), rules=labels, tail=body)
     frame = Frame(encoded_plan, [(CONSTANT, b"\0")], struct.pack("<f", 2.0) * 4, "F32", (4,))
     return _file({f"t{i:05d}": frame for i in range(400)})
 
@@ -81,7 +81,7 @@ def labels() -> bytes:
     """Build tensors of 2^24 one-byte patterns with a context label for each pattern."""
     rule = b"\3" + varint(1) + varint(1) + embedded(b"\0", CONSTANT)
     n = 1 << 24
-    encoded_plan = plan(shape=(n,), rules=[rule], rest=flat_table(1))
+    encoded_plan = plan(shape=(n,), rules=[rule], tail=flat_table(1))
     chunk = bytes(CHUNK_VALUES)
     frame = Frame(encoded_plan, [(CONSTANT, b"\0")], chunk, "U8", (n,), n_chunks=n // CHUNK_VALUES)
     return _file({f"t{i:05d}": frame for i in range(8)})
@@ -91,7 +91,7 @@ def product_levels() -> bytes:
     """Build tensors with contexts by 64 products: a few bytes decode to 16 MiB of levels."""
     n = (1 << 24) // 64 - 4
     rule = b"\6\0" + varint(64) + embedded(b"\1", CONSTANT)
-    encoded_plan = plan(shape=(n, 4), rules=[rule], rest=flat_table(256))
+    encoded_plan = plan(shape=(n, 4), rules=[rule], tail=flat_table(256))
     frame = Frame(encoded_plan, [(SHARED, b"\0\0\0\1\0")], bytes(4 * n), "U8", (n, 4))
     version = {"ckptz.version": "1.3"}
     return _file({f"t{i:05d}": frame for i in range(8)}, "lossless,products", metadata=version)
@@ -119,14 +119,14 @@ def base_codes() -> bytes:
         predictor=1,
         shape=shape,
         rules=rules,
-        rest=explicit_map(bytes(4)) + flat_table(256),
+        tail=explicit_map(bytes(4)) + flat_table(256),
     )
     codes = xxh64(bytes(CHUNK_VALUES))
     a = Frame(grouped, [(CONSTANT, b"\0")], zeros, "F32", shape, base_codes=codes)
     b = Frame(
         plan(dtype="F32", predictor=1, mode=2, shape=shape), [(CONSTANT, b"\0")] * 4, zeros, "F32", shape
     )
-    last = plan(dtype="F32", domain=1, shape=shape, rest=explicit_map(bytes(4)))
+    last = plan(dtype="F32", domain=1, shape=shape, tail=explicit_map(bytes(4)))
     anchor_a = Frame(last, [(CONSTANT, b"\0")], zeros, "F32", shape)
     anchor_b = Frame(plan(dtype="F32", shape=shape), [(CONSTANT, b"\0")] * 4, zeros, "F32", shape)
     levels = [{"a": a, "b": b}] * MAX_DEPTH
@@ -140,7 +140,7 @@ def context_tensors() -> bytes:
     for i in range(n):
         name = f"t{(i + 1) % n:05d}".encode()
         encoded_plan = plan(
-            dtype="F16", shape=(1,), rules=[b"\1" + varint(6) + name], rest=flat_table(256) * 2
+            dtype="F16", shape=(1,), rules=[b"\1" + varint(6) + name], tail=flat_table(256) * 2
         )
         frames[f"t{i:05d}"] = Frame(encoded_plan, [(CONSTANT, b"\0")] * 2, bytes(2), "F16", (1,))
     return _file(frames)

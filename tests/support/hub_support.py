@@ -1,4 +1,4 @@
-"""A Hub on this machine: it answers the few requests that an upload and a download make."""
+"""A Hub on this machine that answers the requests of an upload and a download."""
 
 import base64
 import contextlib
@@ -14,7 +14,7 @@ COMMIT = "1" * 40
 
 
 class _Hub(http.server.BaseHTTPRequestHandler):
-    """Holds one repository, whose files are those of a folder."""
+    """A repository whose files are those of a folder."""
 
     folder: Path
 
@@ -84,7 +84,7 @@ def _digest(path: Path) -> str:
 
 @contextlib.contextmanager
 def local_hub(folder: Path) -> Iterator[str]:
-    """Serve a folder as the repository org/name; the URL of the Hub."""
+    """Serve a folder as the repository org/name, and yield the URL of the Hub."""
     folder.mkdir()
     handler = type("Hub", (_Hub,), {"folder": folder})
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:

@@ -1,8 +1,8 @@
 """A training program for ckpt-chaos: python killed_program.py plain|trainer|transformers|lightning FOLDER.
 
-It trains six steps from the newest checkpoint of the folder, saving every second one, says on standard
-output from which step, and writes a digest of weights and optimizer to FOLDER/result.txt. "transformers" is
-the Trainer without ckptz.
+It trains six steps from the newest checkpoint of the folder, saves every second step, prints the step that it
+resumes from, and writes a digest of weights and optimizer to FOLDER/result.txt. "transformers" is the
+Trainer without ckptz.
 """
 
 import hashlib

@@ -62,7 +62,7 @@ class Save:
 
     def check(self, round_: int) -> None:
         read = load_file(self.path, jobs=2)  # a complete file, either the old or the new one
-        assert any(is_same(read, one) for one in self.states)
+        assert any(is_same(read, state) for state in self.states)
 
 
 class Restore:
@@ -165,19 +165,19 @@ def seconds_of(call: Callable[[int], None], round_: int) -> float:
 
 def storm(door: str, folder: Path, n_signals: int, rng: random.Random) -> dict[str, int | float]:
     folder.mkdir(parents=True)
-    made, n, n_swallowed, slowest = DOORS[door](folder), 0, 0, 0.0
-    longest = [seconds_of(made.call, round_) for round_ in range(N_WARM)][-1]
-    made.check(N_WARM - 1)
+    operation, n, n_swallowed, slowest = DOORS[door](folder), 0, 0, 0.0
+    longest = [seconds_of(operation.call, round_) for round_ in range(N_WARM)][-1]
+    operation.check(N_WARM - 1)
     round_ = N_WARM
     while n < n_signals:
         faulthandler.dump_traceback_later(PATIENCE, exit=True)
         begin = time.monotonic()
-        came, swallowed = interrupted(made.call, round_, max(rng.uniform(0, 1.1 * longest), 1e-6))
+        came, swallowed = interrupted(operation.call, round_, max(rng.uniform(0, 1.1 * longest), 1e-6))
         seconds = time.monotonic() - begin - swallowed
         n, n_swallowed, slowest = n + came, n_swallowed + swallowed, max(slowest, seconds)
         if not came:
             longest = seconds
-        made.check(round_)
+        operation.check(round_)
         round_ += 1
     faulthandler.cancel_dump_traceback_later()
     left = [path for path in folder.rglob("*") if path.name.endswith(TEMPORARY_SUFFIX)]
@@ -188,7 +188,7 @@ def storm(door: str, folder: Path, n_signals: int, rng: random.Random) -> dict[s
 if __name__ == "__main__":
     where, seed, *doors = sys.argv[1:]
     torch.set_num_threads(1)
-    warm_up(jobs=1)  # compiling may take longer than a call may
+    warm_up(jobs=1)  # because compiling may take longer than the limit of a call
     signal.signal(signal.SIGALRM, interrupt)
-    wanted = [(door, int(n)) for door, n in (one.split("=") for one in doors)]
-    print(json.dumps({d: storm(d, Path(where, d), n, random.Random(seed)) for d, n in wanted}))
+    counts = [(door, int(n)) for door, n in (text.split("=") for text in doors)]
+    print(json.dumps({d: storm(d, Path(where, d), n, random.Random(seed)) for d, n in counts}))

@@ -107,9 +107,9 @@ def tables(n_contexts: int, n_tables: int = 1) -> bytes:
     return bytes((n_tables,)) + FLAT_TABLE * n_tables + varint(n_contexts) + b"\0"
 
 
-def in_contexts(*rules: bytes, n_contexts: int, rest: bytes | None = None) -> Frame:
+def in_contexts(*rules: bytes, n_contexts: int, tail: bytes | None = None) -> Frame:
     """Build a frame of four bytes with context rules."""
-    return Frame(plan(rules=rules, rest=tables(n_contexts) if rest is None else rest))
+    return Frame(plan(rules=rules, tail=tables(n_contexts) if tail is None else tail))
 
 
 def context_tensors(**context_names: str) -> File:
@@ -120,8 +120,8 @@ def context_tensors(**context_names: str) -> File:
 
 def base_coded(radix: int, base_codes: int, predictor: int = 0, mode: int = 0) -> Frame:
     """Build a frame of F32 with contexts by the codes of the base."""
-    rules, rest = [b"\4" + varint(radix)], tables(radix) * 4
-    frame = exact("F32", F32, predictor=predictor, mode=mode, rules=rules, rest=rest)
+    rules, tail = [b"\4" + varint(radix)], tables(radix) * 4
+    frame = exact("F32", F32, predictor=predictor, mode=mode, rules=rules, tail=tail)
     return replace(frame, base_codes=base_codes)
 
 
@@ -215,8 +215,8 @@ def quantized(
     """Build a quantized frame of four elements, by default of the domain `linear`."""
     n_codes = len(entries) // 4 if n_codes is None else n_codes
     runs = varint(1) + b"\0" if rows > 1 else b""
-    rest = bytes((kind,)) + varint(rows) + varint(n_codes) + entries + runs + zero + outer
-    encoded_plan = plan(dtype=dtype, domain=domain, predictor=predictor, flags=flags, rest=rest)
+    tail = bytes((kind,)) + varint(rows) + varint(n_codes) + entries + runs + zero + outer
+    encoded_plan = plan(dtype=dtype, domain=domain, predictor=predictor, flags=flags, tail=tail)
     return Frame(encoded_plan, [(STORED, codes), *streams], decoded, dtype)
 
 
@@ -233,7 +233,7 @@ def constant_vector(element: bytes, coder: int = CONSTANT) -> bytes:
 def outer_frame(shape: tuple[int, ...], outer: bytes) -> Frame:
     """Build a frame of F32 whose chunks are missing."""
     patterns = math.prod(shape)
-    encoded_plan = plan(dtype="F32", domain=1, predictor=2, shape=shape, rest=b"\0\1\1" + ONE + outer)
+    encoded_plan = plan(dtype="F32", domain=1, predictor=2, shape=shape, tail=b"\0\1\1" + ONE + outer)
     return Frame(encoded_plan, [(CONSTANT, b"\0")], b"", "F32", shape, n_chunks=-(-patterns // CHUNK_VALUES))
 
 
@@ -245,8 +245,8 @@ def terms(*scales: bytes, codes: bytes, coder: int = STORED, rank: int | None = 
 
 def low_rank(behind: bytes, shape: tuple[int, ...] = (4,), **fields: Any) -> Frame:
     """Build a frame of F32 ones, each the sum of low-rank terms and a map's value 0."""
-    rest = b"\0\1\1" + bytes(4) + behind
-    encoded_plan = plan(dtype="F32", domain=1, predictor=4, shape=shape, rest=rest)
+    tail = b"\0\1\1" + bytes(4) + behind
+    encoded_plan = plan(dtype="F32", domain=1, predictor=4, shape=shape, tail=tail)
     patterns = math.prod(shape)
     streams = [(CONSTANT, b"\0")] if patterns else []
     return Frame(encoded_plan, streams, ONE * patterns, "F32", shape, n_chunks=int(patterns > 0), **fields)
@@ -357,7 +357,7 @@ ENTROPY: dict[str, list[Input]] = {
     "E4": [
         quantized(ONE * 2, flags=2, streams=((CONSTANT, b"\0"),) * 4),
         coded(SPARSE, b"\0" + (varint(0) + b"\0\1\7") * 2),
-        Frame(plan(shape=(0,), rules=[row_rule(2, b"\0", CONSTANT)], rest=tables(2)), n_chunks=0),
+        Frame(plan(shape=(0,), rules=[row_rule(2, b"\0", CONSTANT)], tail=tables(2)), n_chunks=0),
     ],
     "E5": [
         coded(ZSTD, zstd_frame(0x20, b"\5", 5)),
@@ -379,11 +379,11 @@ ENTROPY: dict[str, list[Input]] = {
         frequencies(0, 1, 0, 1),
     ],
     "E7": [
-        in_contexts(row_rule(1, bytes(4)), n_contexts=1, rest=tables(1, 0)),
-        in_contexts(row_rule(1, bytes(4)), n_contexts=1, rest=tables(1, 65)),
+        in_contexts(row_rule(1, bytes(4)), n_contexts=1, tail=tables(1, 0)),
+        in_contexts(row_rule(1, bytes(4)), n_contexts=1, tail=tables(1, 65)),
     ],
     "E8": [
-        in_contexts(row_rule(2, bytes(4)), n_contexts=2, rest=b"\1" + FLAT_TABLE + runs)
+        in_contexts(row_rule(2, bytes(4)), n_contexts=2, tail=b"\1" + FLAT_TABLE + runs)
         for runs in (b"\0\0\2\0", b"\3\0", b"\1\0\2\0", b"\2\1")
     ],
     "E9": [coded(OWN, FLAT_TABLE + b"\3" + LANE[1:])],
@@ -454,13 +454,13 @@ TRANSFORMS: dict[str, list[Input]] = {
     ],
     "T4": [
         Frame(
-            plan(dtype="F4", shape=(2, 3), rules=[row_rule(2, bytes(2))], rest=tables(2)),
+            plan(dtype="F4", shape=(2, 3), rules=[row_rule(2, bytes(2))], tail=tables(2)),
             [(STORED, bytes(3))],
             bytes(3),
         ),
         as_products(
             Frame(
-                plan(dtype="F4", shape=(2, 3), rules=[products_rule(0, 1, bytes(3))], rest=tables(256)),
+                plan(dtype="F4", shape=(2, 3), rules=[products_rule(0, 1, bytes(3))], tail=tables(256)),
                 [(STORED, bytes(3))],
                 bytes(3),
             )
@@ -472,12 +472,12 @@ TRANSFORMS: dict[str, list[Input]] = {
     ],
     "T6": [
         Frame(
-            plan(shape=((1 << 24) + 1,), rules=[row_rule(1, b"\0", CONSTANT)], rest=tables(1)), n_chunks=17
+            plan(shape=((1 << 24) + 1,), rules=[row_rule(1, b"\0", CONSTANT)], tail=tables(1)), n_chunks=17
         ),
-        Frame(plan(shape=(1 << 23,), rules=[row_rule(1, b"\0", CONSTANT)] * 3, rest=tables(1)), n_chunks=8),
+        Frame(plan(shape=(1 << 23,), rules=[row_rule(1, b"\0", CONSTANT)] * 3, tail=tables(1)), n_chunks=8),
         as_products(
             Frame(
-                plan(shape=(1 << 18,), rules=[products_rule(0, 64, b"\0", CONSTANT)], rest=tables(256)),
+                plan(shape=(1 << 18,), rules=[products_rule(0, 64, b"\0", CONSTANT)], tail=tables(256)),
                 [(CONSTANT, b"\0")],
                 bytes(1 << 18),
             )
@@ -487,7 +487,7 @@ TRANSFORMS: dict[str, list[Input]] = {
                 plan(
                     shape=(1 << 23,),
                     rules=[products_rule(0, 1, b"\0", CONSTANT), row_rule(1, b"\0", CONSTANT)],
-                    rest=tables(256),
+                    tail=tables(256),
                 ),
                 n_chunks=8,
             )
@@ -495,7 +495,7 @@ TRANSFORMS: dict[str, list[Input]] = {
     ],
     "T7": [
         context_tensors(w="other"),
-        empty(rules=[magnitude_rule(b"other")], rest=tables(256)),
+        empty(rules=[magnitude_rule(b"other")], tail=tables(256)),
         File({"w": in_contexts(magnitude_rule(b"v"), n_contexts=256), "v": coded(CONSTANT, b"\0", 5)}),
     ],
     "T8": [context_tensors(a="b", b="c", c="d", d=""), context_tensors(a="a"), context_tensors(a="b", b="a")],
@@ -568,8 +568,8 @@ FRAME: dict[str, list[Input]] = {
     "F9": [
         Frame(plan(mode=2)),
         Frame(plan(predictor=1)),
-        Frame(plan(predictor=2, rest=vectors(bytes(16), bytes(4)))),
-        as_low_rank(Frame(plan(predictor=4, rest=terms(ONE, codes=bytes(5))))),
+        Frame(plan(predictor=2, tail=vectors(bytes(16), bytes(4)))),
+        as_low_rank(Frame(plan(predictor=4, tail=terms(ONE, codes=bytes(5))))),
     ],
     "F10": [Frame(n_chunks=0), Frame(n_chunks=2), Frame(behind_records=b"\0")],
     "F11": [File({"w": Frame(behind=b"\0")})],

@@ -364,7 +364,7 @@ CONTAINER: dict[str, list[Input]] = {
     "C27": [
         grouped(quantized(), {"a": ((4,), ONE * 4)}, features="groups,lossless,maps"),
         grouped(
-            Frame(plan(rules=[magnitude_rule(b"w")], rest=tables(256))),
+            Frame(plan(rules=[magnitude_rule(b"w")], tail=tables(256))),
             frames_after={"w": Frame()},
         ),
     ],

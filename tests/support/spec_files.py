@@ -49,14 +49,14 @@ def plan(
     sizes: bytes | None = None,
     mode: int = 0,
     rules: Sequence[bytes] = (),
-    rest: bytes = b"",
+    tail: bytes = b"",
 ) -> bytes:
-    """Encode a plan; see spec/05-frame.md#plan. `rest` is the map, the tables and the outer vectors."""
+    """Encode a plan; see spec/05-frame.md#plan. `tail` is the map, the tables and the outer vectors."""
     fixed = bytes((version, dtype_of(dtype).id if dtype_id is None else dtype_id, domain, predictor))
     sizes = b"".join(map(varint, shape)) if sizes is None else sizes
     modes = bytes((mode,)) if domain == 0 else b""
     fixed += flags.to_bytes(4, "little")
-    return fixed + bytes((len(shape),)) + sizes + modes + bytes((len(rules),)) + b"".join(rules) + rest
+    return fixed + bytes((len(shape),)) + sizes + modes + bytes((len(rules),)) + b"".join(rules) + tail
 
 
 def embedded(codes: bytes, coder: int = CoderId.STORED) -> bytes:

@@ -133,8 +133,8 @@ def low(
     domain: int = 1,
 ) -> Valid:
     """Return a file of one low-rank frame; `behind` has its terms."""
-    rest = b"\0\1" + varint(len(entries) // DTYPES[dtype].pattern_bytes) + entries + behind
-    encoded_plan = plan(dtype=dtype, domain=domain, predictor=4, shape=shape, rest=rest)
+    tail = b"\0\1" + varint(len(entries) // DTYPES[dtype].pattern_bytes) + entries + behind
+    encoded_plan = plan(dtype=dtype, domain=domain, predictor=4, shape=shape, tail=tail)
     frame = Frame(
         encoded_plan, streams if decoded else (), decoded, dtype, shape, n_chunks=int(bool(decoded))
     )
@@ -188,8 +188,8 @@ def shared(rule: bytes, labels: Sequence[int], codes: Sequence[int], by_context:
     order = sorted(range(len(codes)), key=lambda i: labels[i])
     each = [both[by_context[labels[i]]] for i in order]
     runs = b"".join(varint(1) + varint(number) for number in by_context)
-    rest = b"\2" + b"".join(map(frequency_table, both)) + runs
-    encoded_plan = plan(shape=(4, len(codes) // 4), rules=[rule], rest=rest)
+    tail = b"\2" + b"".join(map(frequency_table, both)) + runs
+    encoded_plan = plan(shape=(4, len(codes) // 4), rules=[rule], tail=tail)
     stream = rans([codes[i] for i in order], each)
     return Frame(encoded_plan, [(SHARED, stream)], bytes(codes), shape=(4, len(codes) // 4))
 
@@ -284,10 +284,10 @@ STREAMS: dict[str, Valid] = {
     "table-of-one-code": one("E6", coded(OWN, FLAT_TABLE + LANE)),
     "lanes-without-codes": one("E12", coded(OWN, FLAT_TABLE + b"\2" + LANE[1:] * 32)),
     "runs-with-the-same-table": one(
-        "E8", in_contexts(row_rule(2, bytes(4)), n_contexts=2, rest=tables(1) + b"\1\0")
+        "E8", in_contexts(row_rule(2, bytes(4)), n_contexts=2, tail=tables(1) + b"\1\0")
     ),
     "tables-that-no-class-uses": one(
-        "E7", in_contexts(row_rule(2, bytes(4)), n_contexts=2, rest=tables(2, 64))
+        "E7", in_contexts(row_rule(2, bytes(4)), n_contexts=2, tail=tables(2, 64))
     ),
     "huffman-worked-example": huffman_coded({0: 1, 1: 2, 2: 3, 3: 3}, [2, 0, 1, 0, 2, 0, 0, 1, 3, 0, 1, 0]),
     **{f"huffman-of-{n}": huffman_coded({7: 1, 8: 1}, [7, 8, 8, 7, 7, 8, 8][:n]) for n in (1, 2, 5, 7)},
@@ -301,7 +301,7 @@ STREAMS: dict[str, Valid] = {
         "E2 E18",
         as_huffman(
             Frame(
-                plan(shape=(4, 2), rules=[row_rule(2, b"\0\1\1\0")], rest=tables(2)),
+                plan(shape=(4, 2), rules=[row_rule(2, b"\0\1\1\0")], tail=tables(2)),
                 [(HUFFMAN, by_huffman({0: 1, 1: 1}, [0, 1, 1, 1, 0, 0, 1, 0]))],
                 bytes([0, 1, 1, 1, 0, 0, 1, 0]),
                 shape=(4, 2),
@@ -346,7 +346,7 @@ TENSORS: dict[str, Valid] = {
             "rows": Frame(plan(shape=(0, 5)), (), b"", shape=(0, 5), n_chunks=0),
             "huge": Frame(plan(shape=(1 << 48, 0)), (), b"", shape=(1 << 48, 0), n_chunks=0),
             "ruled": Frame(
-                plan(shape=(0, 5), rules=[row_rule(2, b""), block_rule(2, 7, b"")], rest=tables(4)),
+                plan(shape=(0, 5), rules=[row_rule(2, b""), block_rule(2, 7, b"")], tail=tables(4)),
                 (),
                 b"",
                 shape=(0, 5),
@@ -376,10 +376,10 @@ TENSORS: dict[str, Valid] = {
 
 def by_magnitude(name: str) -> Frame:
     """Build a frame with contexts by the magnitudes of another tensor: bytes 3 and 130 give 3 and 2."""
-    rest = (
+    tail = (
         b"\2" + frequency_table(LONE) + frequency_table({9: 4096}) + varint(3) + b"\0" + varint(253) + b"\1"
     )
-    encoded_plan = plan(rules=[magnitude_rule(name.encode())], rest=rest)
+    encoded_plan = plan(rules=[magnitude_rule(name.encode())], tail=tail)
     stream = rans([7, 7, 9, 9], [LONE, LONE, {9: 4096}, {9: 4096}])
     return Frame(encoded_plan, [(SHARED, stream)], b"\x09\x07\x07\x09")
 
@@ -403,8 +403,8 @@ def by_products(shift: int, rows: list[list[int]], columns: list[list[int]], *, 
     order = sorted(range(len(codes)), key=lambda i: labels[i])
     each = [SKEWED if labels[i] >= 128 else EVEN for i in order]
     runs = varint(128) + b"\0" + varint(128) + b"\1"
-    rest = b"\2" + frequency_table(EVEN) + frequency_table(SKEWED) + runs
-    encoded_plan = plan(shape=shape, rules=[products_rule(shift, len(rows), stored)], rest=rest)
+    tail = b"\2" + frequency_table(EVEN) + frequency_table(SKEWED) + runs
+    encoded_plan = plan(shape=shape, rules=[products_rule(shift, len(rows), stored)], tail=tail)
     return Frame(encoded_plan, [(SHARED, rans([codes[i] for i in order], each))], bytes(codes), shape=shape)
 
 
@@ -425,7 +425,7 @@ CLASSES: dict[str, Valid] = {
     "class-4096": one("T2 T3", in_contexts(row_rule(256, bytes(4)), row_rule(16, bytes(4)), n_contexts=4096)),
     "class-a-rule-twice": one("T2", in_contexts(*[row_rule(2, bytes(4))] * 2, n_contexts=4)),
     "class-block-beyond-the-tensor": one("T5", in_contexts(block_rule(2, 1 << 48, b"\1"), n_contexts=2)),
-    "class-rows-of-a-scalar": one("T4", exact("U8", b"\7", (), rules=[row_rule(2, b"\1")], rest=tables(2))),
+    "class-rows-of-a-scalar": one("T4", exact("U8", b"\7", (), rules=[row_rule(2, b"\1")], tail=tables(2))),
     "class-coded-labels": one("T3 T6", in_contexts(row_rule(2, b"\1", CONSTANT), n_contexts=2)),
     "class-products": product(
         "T1 T4 T6 T11 C20",
@@ -437,11 +437,11 @@ CLASSES: dict[str, Valid] = {
         "T11", by_products(20, [[-128, 127, 1]] * 64, [[127, -128, 0, -1]] * 64)
     ),
     "class-products-of-a-scalar": product(
-        "T4 T11", exact("U8", b"\7", (), rules=[products_rule(0, 1, b"\2\xff")], rest=tables(256))
+        "T4 T11", exact("U8", b"\7", (), rules=[products_rule(0, 1, b"\2\xff")], tail=tables(256))
     ),
-    "class-products-of-nothing": product("T6 T11", empty(rules=[products_rule(3, 2, b"")], rest=tables(256))),
+    "class-products-of-nothing": product("T6 T11", empty(rules=[products_rule(3, 2, b"")], tail=tables(256))),
     "class-products-of-f32": product(
-        "T11", exact("F32", F32, (2, 2), rules=[products_rule(0, 1, b"\1\2\3\xfc")], rest=tables(256) * 4)
+        "T11", exact("F32", F32, (2, 2), rules=[products_rule(0, 1, b"\1\2\3\xfc")], tail=tables(256) * 4)
     ),
     "class-products-beside-rows": product(
         "T2 T6 T11",
@@ -478,9 +478,9 @@ def mapped(
 ) -> Frame:
     """Build a frame with a quantization map; `behind` follows the entries in the plan."""
     shape = (len(codes),)
-    rest = bytes((kind,)) + varint(rows) + varint(n_codes) + entries + behind
+    tail = bytes((kind,)) + varint(rows) + varint(n_codes) + entries + behind
     encoded_plan = plan(
-        dtype=dtype, domain=domain, predictor=predictor, flags=flags, shape=shape, rules=rules, rest=rest
+        dtype=dtype, domain=domain, predictor=predictor, flags=flags, shape=shape, rules=rules, tail=tail
     )
     return Frame(encoded_plan, [(STORED, bytes(codes)), *exact], decoded, dtype, shape)
 
@@ -508,10 +508,10 @@ def outer_by_all_coders() -> Frame:
         (CONSTANT, b"\x3f"),
     )
     column = vectors(f32s(0x3F800000, 0xC0000000))
-    rest = b"\0\1\1" + f32s(0) + b"".join(embedded(data, coder) for coder, data in rows) + column
+    tail = b"\0\1\1" + f32s(0) + b"".join(embedded(data, coder) for coder, data in rows) + column
     products = f32s(0x3F010000, 0xBF810000, 0x3F000000, 0xBF800000)
     products += f32s(0x3F024000, 0xBF824000, 0x3F030000, 0xBF830000)
-    encoded_plan = plan(dtype="F32", domain=1, predictor=2, shape=(4, 2), rest=rest)
+    encoded_plan = plan(dtype="F32", domain=1, predictor=2, shape=(4, 2), tail=tail)
     return Frame(encoded_plan, [(CONSTANT, b"\0")], products, "F32", (4, 2))
 
 
@@ -577,7 +577,7 @@ MAPS: dict[str, Valid] = {
                 domain=2,
                 predictor=2,
                 shape=(),
-                rest=b"\0\1\1" + f32s(1) + vectors(f32s(0x3FC00000), f32s(0x40000000)),
+                tail=b"\0\1\1" + f32s(1) + vectors(f32s(0x3FC00000), f32s(0x40000000)),
             ),
             [(CONSTANT, b"\0")],
             f32s(0x40400001),
@@ -589,7 +589,7 @@ MAPS: dict[str, Valid] = {
         "Q8",
         Frame(
             plan(
-                dtype="F32", domain=1, predictor=2, shape=(0, 2), rest=b"\0\1\1" + ONE + vectors(b"", ONE * 2)
+                dtype="F32", domain=1, predictor=2, shape=(0, 2), tail=b"\0\1\1" + ONE + vectors(b"", ONE * 2)
             ),
             (),
             b"",
@@ -757,13 +757,13 @@ def classes_of_base(base_codes: int | None) -> Frame:
     """Build a frame whose contexts need codes 7 or 9, in planes of equal bytes."""
     rule = b"\4" + varint(4) if base_codes is not None else b"\1\0"
     n = 4 if base_codes is not None else 256
-    return replace(exact("F32", F32, rules=[rule], rest=tables(n) * 4), base_codes=base_codes)
+    return replace(exact("F32", F32, rules=[rule], tail=tables(n) * 4), base_codes=base_codes)
 
 
 def everything() -> Valid:
     """Return a delta by exclusive or, with contexts by its base's codes and by another tensor of the file."""
     rules = [b"\4" + varint(4), magnitude_rule(b"v")]
-    frame = exact("F32", ONE * 4, None, bytes(16), predictor=1, mode=2, rules=rules, rest=tables(1024) * 4)
+    frame = exact("F32", ONE * 4, None, bytes(16), predictor=1, mode=2, rules=rules, tail=tables(1024) * 4)
     frame.base_codes = xxh64(b"\0\1\2\3")
     anchor = File({"w": ONES, "v": base()}, features="lossless,maps")
     reference = {"content_id": anchor.content_id(), "file": "base.ckptz", "depth": 1}
@@ -900,7 +900,7 @@ PLAIN_PAIR = Plain(
     data=bytes(16),
 )
 MOST = Frame(plan(shape=(65_536,)), [(CONSTANT, b"\7")], b"\7" * 65_536, shape=(65_536,))
-NAMES_A_MEMBER = exact("U8", b"\1\2\3", rules=[magnitude_rule(b"a")], rest=tables(256))
+NAMES_A_MEMBER = exact("U8", b"\1\2\3", rules=[magnitude_rule(b"a")], tail=tables(256))
 GROUPS = {
     "group": Valid("C14 C15 C25 C26 C27 C28", grouped(frames_after={"w": Frame()}, order="awb")),
     "group-alone": Valid("C26", grouped(members={"a": ((2, 2), b"\1\2\3\4")})),

@@ -144,9 +144,9 @@ def simulated(policy: LinkPolicy, modules: list[nn.Module], n_steps: int, use_to
         optimizer.zero_grad()
         micro = zip(x.tensor_split(N_MICRO), target.tensor_split(N_MICRO), range(N_MICRO), strict=True)
         graph = []
-        for part, wanted, i in micro:
+        for part, expected, i in micro:
             ids = torch.arange(BATCH).tensor_split(N_MICRO)[i] + BATCH * (number % 2)
-            graph.append(loss_of(modules[1](link(modules[0](part), sample_ids=ids)), wanted))
+            graph.append(loss_of(modules[1](link(modules[0](part), sample_ids=ids)), expected))
         for loss in graph:
             loss.backward()
         for module in modules:
@@ -207,9 +207,9 @@ def plain_pair(rank: int) -> bool:
             if rank == 0:
                 link.send(x)
             else:
-                got = link.recv((8, 1024), torch.bfloat16)
+                received = link.recv((8, 1024), torch.bfloat16)
                 from_twin = twin.simulate(*expected_of(x, step))
-                equal = equal and torch.equal(got, from_twin)
+                equal = equal and torch.equal(received, from_twin)
     return equal
 
 
