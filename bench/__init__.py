@@ -1,1 +1,1 @@
-"""What ckptz promises in figures: benches, studies, the demo and fuzzing; see README.md."""
+"""Benchmarks, studies, the demo and the fuzzers behind the published figures of ckptz; see README.md."""

@@ -1,1 +1,1 @@
-"""What the benches share: timing and tables, sources of weights, other packages, a small GPT, the summary."""
+"""Code shared by all benchmarks: timing, result tables, input weights, other compressors, a small GPT."""

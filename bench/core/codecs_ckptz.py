@@ -1,7 +1,7 @@
-"""How the benches call ckptz and the plain XOR + zstd delta: in memory, on one thread, checksums included.
+"""In-memory calls of ckptz and of a plain XOR + zstd delta, on one thread, checksums included.
 
-Two levels: *codec* is frames only (plan and chunks, what a wire or a container carries), *file* is a whole
-`.ckptz` file with envelope, index, content id and their checks.
+ckptz is measured at two levels. *Codec* encodes and decodes frames only (plan and chunks). *File* writes and
+reads a complete `.ckptz` file with envelope, index, content id and their checks.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from ckptz.write.job import WriteJob
 Patterns = NDArray[Any]
 Outputs = Mapping[str, Patterns]
 
-HEADERS = 4096  # bytes at most that a file has of a tensor beside its codes
-BASE_ID = "0" * 64  # as long as any; the benches hand the base over themselves
+HEADERS = 4096  # upper limit of the header and index bytes of one tensor
+BASE_ID = "0" * 64  # a placeholder of the right length: the benchmarks pass the base tensors themselves
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A tensor encoded: its header and the payload of each chunk."""
+    """An encoded tensor: its frame header and the payload of each chunk."""
 
     header: FrameHeader
     payloads: Sequence[Any]
 
 
 def outputs_for(tensors: Tensors) -> dict[str, Patterns]:
-    """Buffers to decode into, touched, so that no page is mapped while the clock runs."""
+    """Allocate output buffers and write to them once, so that timed decoding causes no page faults."""
     return {name: np.ones_like(tensor.flat) for name, tensor in tensors.items()}
 
 
 def equal(tensors: Tensors, outputs: Outputs) -> bool:
-    """Whether every output holds its tensor's bit patterns."""
+    """Return whether every output has the bit patterns of its tensor."""
     return all(np.array_equal(tensor.flat, outputs[name]) for name, tensor in tensors.items())
 
 
@@ -67,13 +67,13 @@ def encode_frames(tensors: Tensors) -> dict[str, Frame]:
         for begin, end in bounds:
             chunk = encode_chunk(tensor, encoding, ChunkSources(begin, end))
             records.append(chunk.record)
-            payloads.append(chunk.payload)  # one copy, as in a file, which frees what it is made of
+            payloads.append(chunk.payload)  # joins the parts in one copy, as a file write does
         frames[name] = Frame(FrameHeader(tensor.dtype, tensor.shape, encoding.plan, tuple(records)), payloads)
     return frames
 
 
 def as_read(frames: Mapping[str, Frame]) -> dict[str, Frame]:
-    """Frames with their payloads in arrays of their own, as a reader gets them from a file."""
+    """Copy each payload into a separate array, as a reader receives payloads from a file."""
     return {
         name: Frame(frame.header, [np.frombuffer(bytearray(payload), np.uint8) for payload in frame.payloads])
         for name, frame in frames.items()
@@ -81,7 +81,7 @@ def as_read(frames: Mapping[str, Frame]) -> dict[str, Frame]:
 
 
 def decode_frames(frames: Mapping[str, Frame], outputs: Outputs) -> None:
-    """Inverse of `encode_frames`, into `outputs`."""
+    """Decode all frames into `outputs`; the inverse of `encode_frames`."""
     for name, frame in frames.items():
         out = outputs[name]
         for i, (begin, end) in enumerate(chunk_bounds(len(out))):
@@ -89,24 +89,23 @@ def decode_frames(frames: Mapping[str, Frame], outputs: Outputs) -> None:
 
 
 def decode_frames_afresh(frames: Mapping[str, Frame]) -> dict[str, Patterns]:
-    """The same into memory that is allocated while the clock runs, as ZipNN does it."""
-    out = {name: np.empty(frame.header.n_patterns, f"<u{_width(frame)}") for name, frame in frames.items()}
+    """Decode all frames into newly allocated arrays: ZipNN also allocates within its timed call."""
+    out = {
+        name: np.empty(frame.header.n_patterns, f"<u{frame.header.dtype.pattern_bytes}")
+        for name, frame in frames.items()
+    }
     decode_frames(frames, out)
     return out
-
-
-def _width(frame: Frame) -> int:
-    return frame.header.dtype.pattern_bytes
 
 
 # --- file ---------------------------------------------------------------------------------------
 
 
 class Memory(io.RawIOBase):
-    """A file in new memory that is large enough at once, as those are that the peers compress into."""
+    """A writable file in memory, allocated once at full size, as the output buffers of the peers are."""
 
-    def __init__(self, most: int) -> None:
-        self._bytes, self._at = memoryview(np.empty(most, np.uint8)), 0
+    def __init__(self, max_bytes: int) -> None:
+        self._bytes, self._at = memoryview(np.empty(max_bytes, np.uint8)), 0
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
@@ -123,7 +122,7 @@ class Memory(io.RawIOBase):
         return self._at
 
     def content(self) -> memoryview:
-        """Give what stands before the position."""
+        """Return the bytes before the current position."""
         return self._bytes[: self._at]
 
 
@@ -134,7 +133,7 @@ def write_file(
     jobs: int = 1,
     effort: EffortName = "default",
 ) -> memoryview:
-    """A whole `.ckptz` file; a delta if there are bases."""
+    """Write a complete `.ckptz` file, as a delta if `bases` are passed, and return its bytes."""
     sink = Memory(n_bytes(tensors) + HEADERS * (len(tensors) + 16))
     ref = BaseRef(BASE_ID, base_file, 1) if bases is not None else None
     with Workers(jobs) as workers:
@@ -143,7 +142,7 @@ def write_file(
 
 
 def read_file(file: memoryview, outputs: Outputs, bases: Tensors | None = None, jobs: int = 1) -> None:
-    """Open a file and decode all its tensors into `outputs`."""
+    """Open a file in memory and decode all its tensors into `outputs`."""
     container = Container(MemoryBytes(file))
     container.bases = bases or {}
     chunks = (
@@ -161,17 +160,17 @@ def read_file(file: memoryview, outputs: Outputs, bases: Tensors | None = None, 
 
 
 def xor_encode(patterns: Patterns, base: Patterns) -> list[bytes]:
-    """The byte planes of the difference."""
+    """Compress each byte plane of the XOR of two arrays with zstd -3."""
     planes = (patterns ^ base).view(np.uint8).reshape(-1, patterns.itemsize)
     return [zstandard.ZstdCompressor(3).compress(np.ascontiguousarray(plane)) for plane in planes.T]
 
 
 def xor_zstd_whole(tensors: Tensors, bases: Tensors) -> int:
-    """Bytes of the model's byte planes against the base; no names, shapes or index counted."""
+    """Return the bytes of the XOR + zstd delta of all tensors as one array; names and shapes do not count."""
     return sum(map(len, xor_encode(concatenated(tensors), concatenated(bases))))
 
 
 def xor_zstd_each(tensors: Tensors, bases: Tensors) -> int:
-    """The same, tensor by tensor."""
+    """Return the bytes of the XOR + zstd deltas of the single tensors; names and shapes do not count."""
     planes = (xor_encode(tensor.flat, bases[name].flat) for name, tensor in tensors.items())
     return sum(len(blob) for blobs in planes for blob in blobs)

@@ -1,23 +1,22 @@
-"""Compares every figure in README.md and docs/ with the measurement that it was taken from.
+"""Compare every figure in README.md and docs/ with the measurement that it was taken from.
 
     python -m bench.core.figures     exit 1 if a figure has no source, or its source has another value
 
 A figure is a ratio (`12.2x`, `3.6 times`), a share (`+0.24 %`), a speed (`103 MB/s`), a number of points, of
-milliseconds or of bytes by powers of two (`64 MiB`), or
-a number with two decimals or more such as `0.254`; lists and ranges before a unit count (`0.7 and 1.2 %`).
-Code is left out, but for what `console` blocks show, and so are tables that `bench.core.report` copies and
-versions behind a name (`Python 3.11`).
+milliseconds or of bytes in binary units (`64 MiB`), or any number with two or more decimals such as `0.254`.
+In lists and ranges before a unit, each number is a figure (`0.7 and 1.2 %`). Not checked: code, except for
+`console` blocks; tables that `bench.core.report` copies; versions after a name (`Python 3.11`).
 
-`bench/figures.csv` has a row for each figure of each page:
+`bench/figures.csv` has one row for each figure of each page:
 
-    page, figure   as they stand there
-    table          a table in bench/results, or `setting` for what was chosen or defined and not measured
+    page, figure   the file name of the page, and the figure exactly as printed on it
+    table          a table in bench/results, or `setting` for a number that was chosen or defined
     rows           the rows of the table: `column=value; column=value`
-    value          a column; before it `mean`, `least` or `most` of several rows, and before that, of a figure
-                   that is computed, `inverse` (1 / n), `excess` (100 (n - 1)) or `saved` (100 (1 - 1 / n))
-    measured on    sizes, cores, and whether it is a chain; for a setting, what it is
+    value          a column; before it, to combine several rows, `mean`, `least` or `most`; before that, for a
+                   computed figure, `inverse` (1 / n), `excess` (100 (n - 1)) or `saved` (100 (1 - 1 / n))
+    measured on    sizes, cores, and whether the files form a chain; for a setting, its meaning
 
-A figure without a sign is compared without signs, and to as many digits as it has.
+A figure without a sign is compared by absolute value, rounded to the digits that it is printed with.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ COMPUTED: Final[Mapping[str, Callable[[float], float]]] = {
 
 
 def pages() -> list[Path]:
-    """Return the pages that are checked."""
+    """Return the paths of the checked pages: README.md and all pages below docs/."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 
 
@@ -68,10 +67,13 @@ def figures_in(text: str) -> list[str]:
 
 
 def values_of(row: Mapping[str, str]) -> Iterator[float]:
-    """Yield the values that the source of a figure has: one, or each number of its cell.
+    """Yield the measured values of a figure: one computed value, or every number in its cell.
+
+    Args:
+        row: a row of bench/figures.csv.
 
     Raises:
-        LookupError: no such row or column.
+        LookupError: the table has no such row or column, or several rows and no way to combine them.
     """
     wanted = [part.partition("=")[::2] for part in row["rows"].split("; ") if part]
     rows = [r for r in read_rows(row["table"]) if all(r[column] == value for column, value in wanted)]
@@ -85,33 +87,33 @@ def values_of(row: Mapping[str, str]) -> Iterator[float]:
 
 
 def agrees(figure: str, value: float) -> bool:
-    """Return whether a value has these digits when it is rounded to them."""
+    """Return whether a measured value, rounded to the digits of a figure, is that figure."""
     digits = len(figure.partition(".")[2])
     number = float(figure.replace(",", ""))
-    found = value if figure[0] in "+-" else abs(value)
-    return abs(found - number) <= 0.5 * 10**-digits + 1e-9
+    compared = value if figure[0] in "+-" else abs(value)
+    return abs(compared - number) <= 0.5 * 10**-digits + 1e-9
 
 
 def faults() -> Iterator[str]:
-    """Yield what is wrong: figures without a row, rows without a figure, and figures of another value."""
+    """Yield a message for each figure without a row, row without a figure, and figure of another value."""
     with FIGURES.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    stand = {page.relative_to(ROOT).as_posix(): figures_in(page.read_text("utf-8")) for page in pages()}
+    printed = {page.relative_to(ROOT).as_posix(): figures_in(page.read_text("utf-8")) for page in pages()}
     known = {(row["page"], row["figure"]) for row in rows}
-    for name, figures in stand.items():
+    for name, figures in printed.items():
         for figure in dict.fromkeys(figures):
             if (name, figure) not in known:
                 yield f"{name}: {figure} has no row in bench/figures.csv; add one, or leave the figure out"
     for row in rows:
-        if row["figure"] not in stand.get(row["page"], ()):
-            yield f"{row['page']}: {row['figure']} stands in bench/figures.csv, and not on the page"
+        if row["figure"] not in printed.get(row["page"], ()):
+            yield f"{row['page']}: {row['figure']} is in bench/figures.csv, but not on the page"
         yield from (f"{row['page']}: {row['figure']} {fault}" for fault in faults_of(row))
 
 
 def faults_of(row: Mapping[str, str]) -> Iterator[str]:
-    """Yield what is wrong with the source of one figure."""
+    """Yield a message for each error in the source of one figure: no such table or cell, or another value."""
     if not row["measured on"]:
-        yield "has no word in bench/figures.csv on what it was measured on"
+        yield "has no text in the column 'measured on' of bench/figures.csv"
     if row["table"] == "setting":
         return
     try:
@@ -125,10 +127,10 @@ def faults_of(row: Mapping[str, str]) -> Iterator[str]:
 
 
 def main() -> int:
-    """Print what is wrong, a line each."""
-    found = list(faults())
-    print("\n".join(found) or "all figures have a source")
-    return bool(found)
+    """Print one line for each fault."""
+    messages = list(faults())
+    print("\n".join(messages) or "all figures have a source")
+    return bool(messages)
 
 
 if __name__ == "__main__":

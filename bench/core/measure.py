@@ -1,4 +1,4 @@
-"""What every bench shares: the machine line, interleaved timing, tables and result files."""
+"""Measurement for all benchmarks: description of the machine, interleaved timing, tables and result files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _cpu_model() -> str:
 
 
 def version(package: str) -> str:
-    """The installed version of a package, or "-"."""
+    """Return the installed version of a package, or "-" if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -46,7 +46,7 @@ def version(package: str) -> str:
 
 
 def machine(**more: str) -> dict[str, object]:
-    """Where a figure was measured; `more` adds packages that live elsewhere."""
+    """Describe this machine and its packages; `more` adds versions of packages in other environments."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
@@ -57,7 +57,7 @@ def machine(**more: str) -> dict[str, object]:
 
 
 def machine_line(facts: Mapping[str, object]) -> str:
-    """The same as one line of text."""
+    """Format the description that `machine` returns as one line of text."""
     packages = facts["packages"]
     assert isinstance(packages, Mapping)
     versions = ", ".join(f"{name} {version}" for name, version in packages.items())
@@ -69,7 +69,7 @@ def machine_line(facts: Mapping[str, object]) -> str:
 
 
 def parser_of(text: str | None) -> argparse.ArgumentParser:
-    """A parser whose help is the text of a module as it stands."""
+    """Create an argument parser that prints the docstring of a module, unwrapped, as its help."""
     return argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
@@ -78,50 +78,50 @@ def parser_of(text: str | None) -> argparse.ArgumentParser:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of every round of one case."""
+    """Seconds that each round of one case took."""
 
     seconds: tuple[float, ...]
 
     @property
     def best(self) -> float:
-        """The round that was disturbed least."""
+        """The fastest round, which other programs disturbed least."""
         return min(self.seconds)
 
     @property
     def median(self) -> float:
-        """The usual round."""
+        """The median of all rounds."""
         return statistics.median(self.seconds)
 
 
 def timed(function: Callable[[], object]) -> float:
-    """Seconds that one call takes."""
+    """Return the wall-clock seconds of one call."""
     begin = time.perf_counter()
     function()
     return time.perf_counter() - begin
 
 
 def cpu_seconds(function: Callable[[], T]) -> tuple[T, float]:
-    """What a call returns, and the CPU seconds of all threads of this process in it."""
+    """Call a function; return its result and the CPU seconds that all threads of this process used."""
     begin = time.process_time()
-    found = function()
-    return found, time.process_time() - begin
+    result = function()
+    return result, time.process_time() - begin
 
 
 def interleave(cases: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, Timing]:
-    """Time all cases in turn, so that a slow minute of the machine hits each of them.
+    """Time all cases in turn, so that a slow phase of the machine affects all of them.
 
     Args:
-        cases: by name; each call runs once and returns its own seconds.
-        rounds: how often, after one round that only warms up.
+        cases: by name; each call runs once and returns the seconds that it took.
+        rounds: number of timed rounds, after one round for warm-up.
     """
     names = list(cases)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for i in range(rounds + 1):
         shift = i % len(names)
         for name in names[shift:] + names[:shift]:
-            taken = cases[name]()
+            duration = cases[name]()
             if i:
-                seconds[name].append(taken)
+                seconds[name].append(duration)
     return {name: Timing(tuple(values)) for name, values in seconds.items()}
 
 
@@ -129,7 +129,7 @@ def interleave(cases: Mapping[str, Callable[[], float]], rounds: int) -> dict[st
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Rows as a Markdown table, columns aligned."""
+    """Format rows as a Markdown table with aligned columns."""
     if not rows:
         return ""
     names = list(rows[0])
@@ -147,7 +147,7 @@ def _cell(value: object) -> str:
 
 
 def verdict(passed: bool) -> str:
-    """How a target column ends."""
+    """Return the text of a verdict column."""
     return "met" if passed else "MISSED"
 
 
@@ -162,7 +162,7 @@ def save_rows(name: str, rows: Sequence[Row]) -> None:
 
 
 def append_row(name: str, row: Row) -> None:
-    """Add a row to results/NAME.csv, which begins with the names of the columns."""
+    """Append a row to results/NAME.csv; a new file starts with the column names."""
     path = RESULTS / f"{name}.csv"
     is_new = not path.exists()
     with path.open("a", newline="") as file:
@@ -173,13 +173,13 @@ def append_row(name: str, row: Row) -> None:
 
 
 def read_rows(name: str) -> list[dict[str, str]]:
-    """The table in results/NAME.csv."""
+    """Read the table in results/NAME.csv."""
     with (RESULTS / f"{name}.csv").open(newline="") as file:
         return list(csv.DictReader(file))
 
 
 def save_facts(name: str, facts: Mapping[str, object], **more: object) -> None:
-    """Write the command that runs, the machine line and anything else to results/NAME.json."""
+    """Write the command line of this process, the machine and `more` to results/NAME.json."""
     module = sys.modules["__main__"].__spec__
     assert module is not None, "run it as python -m"
     command = shlex.join(["python", "-m", module.name.removesuffix(".__main__"), *sys.argv[1:]])
@@ -189,5 +189,5 @@ def save_facts(name: str, facts: Mapping[str, object], **more: object) -> None:
 
 
 def misses(rows: Iterable[Row]) -> list[Row]:
-    """Rows of which a target was missed."""
+    """Return the rows that missed a target."""
     return [row for row in rows if "MISSED" in row.values()]

@@ -1,9 +1,9 @@
-"""Other compressors, in an environment of their own: a worker process that is driven over a pipe.
+"""Other compressors, run by a worker process in a separate virtual environment.
 
-`Peers` makes bench/.cache/peers-venv with pinned versions on first use and runs this module in it. The
-worker keeps its inputs and times itself, so that the caller can run its own code and theirs in turn. numpy,
-torch and what else they need come from the caller's environment, by a path file: a second copy of torch is
-two gigabytes.
+`Peers` creates bench/.cache/peers-venv with pinned versions on first use, runs this module in it, and sends
+requests over a pipe. The worker keeps the inputs and times its own calls, so that the caller can alternate
+between ckptz and the peers. The peers import numpy, torch and other packages from the caller's environment
+through a .pth file, because a second copy of torch takes two gigabytes.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ PINS: Final = (
     *("zipnn==0.5.4", "z4ai==0.2.0", "openzl==0.3.0", "bigsmall==4.0.0", "lmzip==1.3.0"),
     "moonclip==0.3.1",
 )
-# What BigSmall imports and the caller's environment lacks.
-OTHERS: Final = (
+# Packages that BigSmall imports and that the caller's environment does not have.
+BIGSMALL_PINS: Final = (
     *("blosc2==4.14.1", "constriction==0.5.0", "ndindex==1.10.1", "msgpack==1.2.4", "numexpr==2.14.2"),
     *("tqdm==4.70.1", "httpx==0.28.1", "httpcore==1.0.9", "h11==0.16.0", "anyio==4.16.0", "idna", "certifi"),
     "huggingface-hub==2.4.0",
@@ -44,15 +44,17 @@ Array = NDArray[Any]
 
 
 def environment() -> Path:
-    """The Python of the environment, which is made if it is missing or has other pins."""
+    """Return the interpreter of the environment, which is created if it is missing or has other pins."""
     folder = CACHE / "peers-venv"
     python, stamp = folder / "bin" / "python", folder / "pins.txt"
-    wanted = "\n".join((*PINS, *OTHERS, sys.version))
+    wanted = "\n".join((*PINS, *BIGSMALL_PINS, sys.version))
     if stamp.exists() and stamp.read_text() == wanted:
         return python
     print(f"making {folder} with {', '.join(PINS)}", file=sys.stderr)
     venv.EnvBuilder(clear=True, with_pip=True).create(folder)
-    subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", *PINS, *OTHERS], check=True)
+    subprocess.run(
+        [python, "-m", "pip", "install", "--quiet", "--no-deps", *PINS, *BIGSMALL_PINS], check=True
+    )
     packages = next((folder / "lib").glob("python*/site-packages"))
     (packages / "caller.pth").write_text(f"{Path(np.__file__).parents[1]}\n")
     stamp.write_text(wanted)
@@ -60,7 +62,7 @@ def environment() -> Path:
 
 
 class Peers:
-    """A worker process; use it in a `with` block."""
+    """A worker process in the environment of the peers; use it in a `with` block."""
 
     def __init__(self) -> None:
         command = [environment(), "-m", "bench.core.peers"]
@@ -78,7 +80,7 @@ class Peers:
         self._process.wait()
 
     def ask(self, method: str, **arguments: object) -> Any:
-        """What a method of the worker returns.
+        """Call a method of the worker and return its result.
 
         Raises:
             RuntimeError: the worker ended; its error is on stderr.
@@ -92,46 +94,46 @@ class Peers:
         return json.loads(answer)
 
     def versions(self) -> dict[str, str]:
-        """Versions of the peers, and whether z4ai runs its compiled coder."""
+        """Return the version of each peer; that of z4ai says if its compiled coder is missing."""
         return self.ask("versions")  # type: ignore[no-any-return]
 
     def load(self, name: str, array: Array) -> None:
-        """Give the worker an input."""
+        """Send an input array to the worker, which keeps it by name."""
         with tempfile.NamedTemporaryFile(prefix="ckptz-peers-", suffix=".npy") as file:
             np.save(file, array)
             file.flush()
             self.ask("load", name=name, path=file.name)
 
     def compress(self, tool: str, name: str, **options: object) -> tuple[float, int]:
-        """(seconds, bytes) of compressing input `name`; the result stays with the worker."""
+        """Compress input `name` and return (seconds, bytes); the worker keeps the compressed data."""
         seconds, n_bytes = self.ask("compress", tool=tool, name=name, options=options)
         return seconds, n_bytes
 
     def decompress(self, tool: str, name: str, **options: object) -> float:
-        """Seconds of decompressing what `compress` made last; checked against the input."""
+        """Decompress the last result of `compress` and return the seconds; the worker checks the values."""
         return self.ask("decompress", tool=tool, name=name, options=options)  # type: ignore[no-any-return]
 
     def bigsmall_bytes(self, source: Path) -> int:
-        """Bytes of a safetensors file as BigSmall compresses it; checked against the file."""
+        """Return the bytes of a safetensors file compressed by BigSmall; the worker checks the round trip."""
         return self.ask("bigsmall_bytes", source=str(source))  # type: ignore[no-any-return]
 
     def lmzip(self, source: Path) -> tuple[float, float, int]:
-        """CPU seconds in which lmzip packs and unpacks a safetensors file on one thread, and its bytes."""
+        """Return CPU seconds of lmzip to pack and to unpack a file on one thread, and the packed bytes."""
         return tuple(self.ask("lmzip", source=str(source)))  # type: ignore[return-value]
 
     def moonclip(self, before: Path, after: Path) -> list[tuple[float, float, int]]:
-        """CPU seconds in which moonclip saves and loads two states on one thread, and their bytes.
+        """Return CPU seconds of moonclip to save and to load each of two states on one thread, and its bytes.
 
-        The states are the tensors of safetensors files; the second is saved against the first.
+        The states are the tensors of two safetensors files; the second is saved as a delta to the first.
         """
-        return [tuple(one) for one in self.ask("moonclip", before=str(before), after=str(after))]
+        return [tuple(row) for row in self.ask("moonclip", before=str(before), after=str(after))]
 
     def pack_file(self, source: Path, target: Path) -> None:
-        """Compress a safetensors file the way ZipNN's own script does, tensor by tensor."""
+        """Compress a safetensors file tensor by tensor, as the command-line script of ZipNN does."""
         self.ask("pack_file", source=str(source), target=str(target))
 
     def load_file(self, path: Path, source: Path) -> float:
-        """Seconds in which ZipNN's loader reads all tensors of a file; checked against its source."""
+        """Return the seconds of ZipNN's loader for all tensors of a file; the worker compares the values."""
         return self.ask("load_file", path=str(path), source=str(source))  # type: ignore[no-any-return]
 
 
@@ -139,13 +141,13 @@ class Peers:
 
 
 class _ZipNN:
-    """One blob of `dtype` ("float32", "bfloat16"), in CPU seconds: what else the machine does counts less."""
+    """One blob of `dtype` ("float32", "bfloat16"), timed in CPU seconds, which other programs affect less."""
 
     def compress(self, data: Array, dtype: str, threads: int) -> tuple[float, Any, int]:
         import zipnn  # only installed in the peers' environment
 
         coder = zipnn.ZipNN(input_format="byte", bytearray_dtype=dtype, threads=threads)
-        source = bytearray(data.tobytes())  # a copy: it reorders its input in place
+        source = bytearray(data.tobytes())  # a copy, because ZipNN reorders its input in place
         begin = time.process_time()
         blob = coder.compress(source)
         return time.process_time() - begin, (coder, blob), len(blob)
@@ -158,7 +160,7 @@ class _ZipNN:
 
 
 class _Z4ai:
-    """Deltas of bf16 models against `base`, whole (`ends` is [n]) or tensor by tensor; its own threads."""
+    """Deltas of bf16 models to `base`, of all elements (`ends` is [n]) or of each tensor, on all cores."""
 
     def compress(self, data: Array, base: str, ends: list[int]) -> tuple[float, Any, int]:
         import z4ai  # only installed in the peers' environment
@@ -178,9 +180,10 @@ class _Z4ai:
 
 
 class _OpenZL:
-    """One blob of `dtype`, floats taken apart, FSE on the exponents; of the xor to `base`, both parts coded.
+    """One blob of `dtype`, timed in CPU seconds of one thread, with OpenZL's checksums of content and blob.
 
-    Its checksums of content and of blob are on, in both directions. CPU seconds, of one thread.
+    Floats are split into exponents, coded by FSE, and sign-fraction bits, stored. With a `base`, the XOR of
+    the bit patterns is compressed, and sign-fraction bits are entropy coded too.
     """
 
     def compress(self, data: Array, dtype: str, base: str | None = None) -> tuple[float, Any, int]:
@@ -220,7 +223,7 @@ class _OpenZL:
 
 
 class _OpenZLEach(_OpenZL):
-    """The same for each tensor by itself, which all end at `ends`."""
+    """One OpenZL blob for each tensor; `ends` are the end offsets of the tensors in the input."""
 
     def compress(self, data: Array, dtype: str, ends: list[int]) -> tuple[float, Any, int]:
         blobs = [super(_OpenZLEach, self).compress(part, dtype) for part in np.split(data, ends[:-1])]
@@ -231,7 +234,7 @@ class _OpenZLEach(_OpenZL):
         )
 
     def decompress(self, state: Any, data: Array) -> tuple[float, Any]:
-        parts = [super(_OpenZLEach, self).decompress(own, data) for own in state]
+        parts = [super(_OpenZLEach, self).decompress(blob, data) for blob in state]
         return sum(seconds for seconds, _ in parts), np.concatenate([out for _, out in parts])
 
 
@@ -301,7 +304,7 @@ def _moonclip(before: str, after: str) -> list[tuple[float, float, int]]:
     import moonclip  # only installed in the peers' environment
     from safetensors.torch import load_file
 
-    found: list[tuple[float, float, int]] = []
+    rows: list[tuple[float, float, int]] = []
     with tempfile.TemporaryDirectory(prefix="ckptz-peers-", dir=Path(before).parent) as folder:
         manager = moonclip.CheckpointManager(folder, async_save=False)
         for step, path in enumerate((before, after), 1):
@@ -314,11 +317,12 @@ def _moonclip(before: str, after: str) -> list[tuple[float, float, int]]:
             if not all(loaded[name].equal(tensor) for name, tensor in state.items()):
                 raise AssertionError(f"moonclip does not restore {path}")
             n_bytes = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
-            found.append((middle - begin, end - middle, n_bytes - sum(n for *_, n in found)))
-    return found
+            rows.append((middle - begin, end - middle, n_bytes - sum(n for *_, n in rows)))
+    return rows
 
 
 def _pack_file(source: str, target: str) -> None:
+    import torch  # comes with ZipNN
     import zipnn  # only installed in the peers' environment
     from safetensors import safe_open
     from safetensors.torch import save_file
@@ -330,19 +334,12 @@ def _pack_file(source: str, target: str) -> None:
             tensor = tensors[name] = file.get_tensor(name)
             if tensor.is_floating_point():
                 coder = zipnn.ZipNN(input_format="torch", bytearray_dtype=tensor.dtype, method="HUFFMAN")
-                blob = coder.compress(tensor.clone())  # a copy: it reorders its input in place
+                blob = coder.compress(tensor.clone())  # a copy, because ZipNN reorders its input in place
                 if len(blob) < tensor.nbytes:
                     infos[name] = build_compressed_tensor_info(tensor)
-                    tensors[name] = _torch_bytes(blob)
+                    tensors[name] = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
         metadata = {**(file.metadata() or {}), METADATA_KEY: json.dumps(infos)}
     save_file(tensors, target, metadata)
-
-
-def _torch_bytes(blob: bytes) -> Any:
-    """Bytes as a tensor."""
-    import torch  # comes with ZipNN
-
-    return torch.frombuffer(bytearray(blob), dtype=torch.uint8)
 
 
 def _load_file(path: str, source: str) -> float:
@@ -350,7 +347,7 @@ def _load_file(path: str, source: str) -> float:
     import torch  # comes with ZipNN
     import zipnn  # only installed in the peers' environment
 
-    zipnn.zipnn_safetensors()  # from here on this name is ZipNN's
+    zipnn.zipnn_safetensors()  # replaces safetensors.torch.safe_open by ZipNN's
     begin = time.perf_counter()
     with safetensors.torch.safe_open(path, "pt", "cpu") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -364,10 +361,10 @@ def _load_file(path: str, source: str) -> float:
 def _versions() -> dict[str, str]:
     from z4ai import rans  # only installed in the peers' environment
 
-    found = {pin.split("==")[0]: importlib.metadata.version(pin.split("==")[0]) for pin in PINS}
+    versions = {pin.split("==")[0]: importlib.metadata.version(pin.split("==")[0]) for pin in PINS}
     if not rans.available():
-        found["z4ai"] += " (without its compiled coder)"
-    return found
+        versions["z4ai"] += " (without its compiled coder)"
+    return versions
 
 
 _METHODS: Final[dict[str, Callable[..., object]]] = {
@@ -385,7 +382,7 @@ _METHODS: Final[dict[str, Callable[..., object]]] = {
 
 def serve() -> None:
     """Answer requests on standard input until it is closed."""
-    # Other packages print now and then; answers go to the real standard output, all else to stderr.
+    # Some peers print messages. Only answers go to the real standard output, everything else to stderr.
     answers, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
         method, arguments = json.loads(line)

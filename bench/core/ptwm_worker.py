@@ -1,9 +1,9 @@
-"""ptwm 1.1.0, run by the Python of its own environment: it needs Python 3.12.
+"""Measure ptwm 1.1.0, which needs a separate environment with Python 3.12.
 
     python3.12 bench/core/ptwm_worker.py FILE
 
-Compresses each tensor of a safetensors file on one thread and decompresses it. Prints the CPU seconds of both
-and the bytes of all blobs, as JSON.
+Compresses and decompresses each tensor of a safetensors file on one thread. Prints the CPU seconds of both
+and the total bytes of all blobs, as JSON.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 
 def main(path: str) -> None:
-    """Measure one file."""
+    """Compress, decompress and compare the tensors of one file, and print the measurements."""
     torch.set_num_threads(1)
     tensors = load_file(path)
     compressor = Compressor(CompressionConfig(input_format=Format.TORCH, threads=1))

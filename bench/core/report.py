@@ -1,10 +1,10 @@
-"""Copies the tables of results/ into the pages that show them, between the markers that name them.
+"""Copy the tables of bench/results into the pages that show them.
 
     python -m bench.core.report            rewrite the tables
-    python -m bench.core.report --check    exit 1 if one of them is out of date
+    python -m bench.core.report --check    exit 1 if a table is out of date
 
-A table stands between `<!-- results/NAME.csv -->` and `<!-- end -->`, a machine line between
-`<!-- results/NAME.json -->` and `<!-- end -->`. Every bench runs this when it has finished.
+In a page, a table is between the markers `<!-- results/NAME.csv -->` and `<!-- end -->`, and the description
+of a machine between `<!-- results/NAME.json -->` and `<!-- end -->`. Every benchmark updates the pages.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ def _render(name: str) -> str:
 
 
 def rendered(text: str) -> str:
-    """`text` with every marked part taken from results/."""
+    """Return `text` with the content of every marked section replaced by the table in bench/results."""
     return MARKED.sub(lambda m: f"<!-- results/{m[1]} -->\n{_render(m[1])}\n<!-- end -->", text)
 
 
 def update_readme() -> None:
-    """Rewrite the tables of all pages."""
+    """Rewrite the tables of README.md, bench/README.md and the pages in docs/."""
     for page in PAGES:
         page.write_text(rendered(page.read_text()))
 
 
 def finish(name: str, facts: Mapping[str, object], rows: Sequence[Row] = (), **more: object) -> None:
-    """End a bench whose tables are written: keep its facts, copy the tables, count the targets missed."""
+    """Finish a benchmark whose tables are written: save `facts`, update the pages, count missed targets."""
     save_facts(name, facts, **more)
     update_readme()
     if rows:
@@ -60,7 +60,7 @@ def finish(name: str, facts: Mapping[str, object], rows: Sequence[Row] = (), **m
 
 
 def main() -> int:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description="Copy the tables of bench/results into the pages.")
     parser.add_argument("--check", action="store_true", help="change nothing, exit 1 if out of date")
     if not parser.parse_args().check:
@@ -68,7 +68,7 @@ def main() -> int:
         return 0
     stale = [page for page in PAGES if rendered(page.read_text()) != page.read_text()]
     for page in stale:
-        print(f"{page}: its tables differ from bench/results; run python -m bench.core.report")
+        print(f"{page}: tables differ from bench/results; run python -m bench.core.report")
     return 1 if stale else 0
 
 

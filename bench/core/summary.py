@@ -1,9 +1,9 @@
-"""Collects the figures of the first page from the other results; measures nothing itself.
+"""Collect the figures of README.md from the results of the other benchmarks, without new measurements.
 
     python -m bench.core.summary [--demo demo-output]
 
-Copies the demo's numbers and picture into results/, writes results/readme.csv from them and from the tables
-of lossless and restarts, and rewrites the marked tables of README.md and bench/README.md.
+Copies demo.json and demo.png into bench/results, writes results/demo.csv and results/readme.csv from them and
+from the tables of bench.product.lossless and bench.studies.user_runs, and updates the tables of all pages.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ DEFAULTS = ("grid, default", "grid, again")  # arms of bench.studies.user_runs
 
 
 def demo_rows(demo: Mapping[str, Any]) -> list[Mapping[str, object]]:
-    """The demo's table: sizes, ratios, speeds and what the restored states do to the loss."""
+    """Build the demo's table: sizes, ratios, speeds and loss changes of each method."""
     rows = []
     for row in demo["rows"]:
-        kept, changes = row["storage"], demo["changes_percent"][row["name"]]
+        storage, changes = row["storage"], demo["changes_percent"][row["name"]]
         rows.append(
             {
                 "method": row["name"],
-                "run, MB": round(sum(kept["n_bytes"] if kept else demo["plain_bytes"]) / 1e6, 1),
-                "ratio, weights and both moments": f"{kept['ratio']:.3f}x" if kept else "",
-                "ratio, weights": f"{kept['weights_ratio']:.2f}x" if kept else "",
-                "compress MB/s": round(kept["compress_rate"]) if kept else "",
-                "restore MB/s": round(kept["restore_rate"]) if kept else "",
+                "run, MB": round(sum(storage["n_bytes"] if storage else demo["plain_bytes"]) / 1e6, 1),
+                "ratio, weights and both moments": f"{storage['ratio']:.3f}x" if storage else "",
+                "ratio, weights": f"{storage['weights_ratio']:.2f}x" if storage else "",
+                "compress MB/s": round(storage["compress_rate"]) if storage else "",
+                "restore MB/s": round(storage["restore_rate"]) if storage else "",
                 "loss at once": f"{changes['at_once']:+.3f} %",
                 "loss resumed": f"{changes['resumed']:+.3f} %",
             }
@@ -43,14 +43,14 @@ def demo_rows(demo: Mapping[str, Any]) -> list[Mapping[str, object]]:
 
 
 def readme_rows(demo: list[Mapping[str, object]]) -> list[Mapping[str, object]]:
-    """What the first page shows: a run without loss, weights, deltas, a lossy run, and one that restarts."""
+    """Build the table of README.md: a lossless run, weights, deltas, a lossy run, and runs with restarts."""
     encoder = next(r for r in read_rows("lossless_sizes") if r["tool"].startswith("ckptz"))
     deltas = [r for r in read_rows("lossless_delta_sizes") if r["pair"].startswith("fine-tune")]
     raw, stored = (sum(int(r[column]) for r in deltas) for column in ("raw bytes", "ckptz file"))
     lossless, grid = (
         next(r for r in demo if r["method"] == f"ckptz {name}") for name in ("lossless", "grid")
     )
-    what, ratio, later = _restarted()
+    content, ratio, later = _restarted()
     return [
         _row("the demo: training states, 6 steps", "without loss", _ratio(lossless)),
         _row("22.7 M weights of a sentence encoder, fp32", "without loss", 1 / float(encoder["of raw"])),
@@ -62,7 +62,7 @@ def readme_rows(demo: list[Mapping[str, object]]) -> list[Mapping[str, object]]:
             str(grid["loss at once"]),
             f"{grid['loss resumed']}, one restart",
         ),
-        _row(what, "lossy: the grid method", ratio, "", later),
+        _row(content, "lossy: the grid method", ratio, "", later),
     ]
 
 
@@ -71,7 +71,7 @@ def _ratio(row: Mapping[str, object]) -> float:
 
 
 def _restarted() -> tuple[str, float, str]:
-    """Describe all runs that restart and that no default was chosen on: what, median ratio, end."""
+    """Summarize the restarted runs that no default was chosen on: (description, median ratio, end loss)."""
     rows = [r for r in read_rows("user_runs") if r["used"] == "to report" and r["arm"] in DEFAULTS]
     ends, ratios, restarts = (
         [float(r[column].rstrip("x")) for r in rows] for column in ("end, %", "smaller", "restarts")
@@ -85,11 +85,11 @@ def _restarted() -> tuple[str, float, str]:
 
 
 def _row(
-    what: str, how: str, ratio: float, at_once: str = "the same", later: str = "the same"
+    content: str, method: str, ratio: float, at_once: str = "the same", later: str = "the same"
 ) -> dict[str, object]:
     return {
-        "what is stored": what,
-        "how": how,
+        "what is stored": content,
+        "how": method,
         "smaller": f"{ratio:.3g}x",
         "loss right after": at_once,
         "loss later": later,
@@ -97,9 +97,11 @@ def _row(
 
 
 def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description="Collect the figures of the first page.")
-    parser.add_argument("--demo", type=Path, default=BENCH.parent / "demo-output", help="the demo's folder")
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description="Collect the figures of README.md.")
+    parser.add_argument(
+        "--demo", type=Path, default=BENCH.parent / "demo-output", help="output folder of the demo"
+    )
     folder = parser.parse_args().demo
     if (folder / "demo.json").exists():
         shutil.copyfile(folder / "demo.json", RESULTS / "demo.json")

@@ -1,8 +1,7 @@
-"""A byte-level GPT small enough to train on two cores in two minutes, and its data.
+"""A byte-level GPT that trains in two minutes on two cores, and its data.
 
-The text is the Python standard library's own source, so nothing is downloaded. Files are split into
-training and validation by the hash of their name, which is the same on every machine. The demo and
-the benches of this folder import this file; nothing in `ckptz` does.
+The text is the source code of the Python standard library, so nothing is downloaded. Files are assigned to
+training or validation by the hash of their name, so the split is the same on every machine.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ VALIDATION_SHARE = 16  # one file in sixteen
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPTConfig:
-    """Shape of the model; the defaults are the demo's: 3.3 M parameters."""
+    """Shape of the model; the defaults are those of the demo (3.3 M parameters)."""
 
     n_layers: int = 4
     width: int = 256
@@ -83,13 +82,19 @@ def _initialise(module: nn.Module) -> None:
 
 
 def loss_of(model: nn.Module, batch: Tensor, reduction: str = "mean") -> Tensor:
-    """Next-byte cross entropy in nats of `batch` [n, context + 1]: the mean, or "none": that of each byte."""
+    """Return the next-byte cross entropy in nats of `batch` [n, context + 1].
+
+    Args:
+        model: returns logits [n, context, vocabulary].
+        batch: bytes as integers, [n, context + 1].
+        reduction: "mean", or "none" for the loss of each byte, [n * context].
+    """
     logits = model(batch[:, :-1])
     return functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction=reduction)
 
 
 def read_corpus() -> tuple[Tensor, Tensor]:
-    """(training bytes, validation bytes) of the standard library's modules, both uint8."""
+    """Return (training bytes, validation bytes) of the standard library's modules, both uint8 [n]."""
     root = Path(sysconfig.get_paths()["stdlib"])
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     skipped = {"site-packages", "test", "tests", "idlelib", "lib2to3", "ensurepip"}
@@ -104,7 +109,7 @@ def read_corpus() -> tuple[Tensor, Tensor]:
 
 
 def batches(data: Tensor, *, batch: int, context: int, seed: int, start: int = 0) -> Iterator[Tensor]:
-    """Endless batches [batch, context + 1]; batch i depends on (seed, i) alone, so runs can resume."""
+    """Yield batches [batch, context + 1] forever; batch i depends only on (seed, i), so runs can resume."""
     step = start
     while True:
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
@@ -115,7 +120,7 @@ def batches(data: Tensor, *, batch: int, context: int, seed: int, start: int = 0
 
 @torch.no_grad()
 def token_losses(model: nn.Module, data: Tensor, *, n_batches: int = 16, batch: int = 32) -> Tensor:
-    """Loss of each byte in nats [n], over a fixed set of validation batches."""
+    """Return the loss of each byte in nats [n], over a fixed set of validation batches."""
     model.eval()
     source = batches(data, batch=batch, context=128, seed=7)
     losses = [loss_of(model, next(source), reduction="none") for _ in range(n_batches)]
