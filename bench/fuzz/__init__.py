@@ -1,1 +1,1 @@
-"""Coverage-guided fuzzing of the parsers."""
+"""Fuzzing of the parsers (coverage-guided) and of the readers of other formats (mutations)."""

@@ -2,13 +2,13 @@
 
     python -m bench.fuzz [--executions 1000000] [--targets frame wire] [--step 100000]
 
-Every input ends in a result or an error of ours; anything else, 5 seconds or 2 GiB is a find. Where a
-checksum guards what a parser reads, it is made right first, so that the parser is reached. Runs go on
-until every target has its executions: each run is a row of bench/results/fuzz.csv with its seed, and the
-corpus stays in bench/.cache/fuzz, so that an interrupted campaign goes on where it was. Finds are kept in
-bench/.cache/fuzz/TARGET/finds; each becomes a vector of spec/vectors with the fix.
+Each input must end in a result or a CkptzError. Any other exception, 5 seconds or 2 GiB is a find. Checksums
+are corrected before parsing, so that mutated inputs reach the code behind them. Runs repeat until each target
+has its number of executions. A run adds a row with its seed to bench/results/fuzz.csv. The corpus stays in
+bench/.cache/fuzz, so that an interrupted campaign can continue. Finds are stored in
+bench/.cache/fuzz/TARGET/finds; a fix adds the input to spec/vectors.
 
-Needs atheris: .venv/bin/python -m pip install --target bench/.cache/atheris atheris
+Requires atheris: .venv/bin/python -m pip install --target bench/.cache/atheris atheris
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bench.fuzz.seeds import seeds
 MAX_INPUT_BYTES: Final = 4096
 MAX_SECONDS: Final = 5
 MAX_RSS_MB: Final = 2048
-# Not the compiled kernels: instrumented code is not what numba compiles.
+# The compiled kernels are left out, because numba would compile the instrumented code.
 INSTRUMENTED: Final = (
     *(
         "ckptz.format.bits",
@@ -43,26 +43,31 @@ INSTRUMENTED: Final = (
 
 
 def _fuzz(target: str, arguments: list[str]) -> None:
-    """In a process of its own, which libFuzzer ends."""
+    """Run libFuzzer in this process, which it ends.
+
+    Args:
+        target: a name in `TARGETS`.
+        arguments: command line of libFuzzer.
+    """
     sys.path.insert(0, str(CACHE / "atheris"))
     import atheris
 
     with atheris.instrument_imports(include=list(INSTRUMENTED)):
         from bench.fuzz.targets import TARGETS as RUNS
     run = RUNS[target]
-    for seed in seeds(target):  # so that compiling kernels is no slow input
+    for seed in seeds(target):  # compiles the kernels, which would count as a slow input
         run(seed)
     atheris.Setup([sys.argv[0], *arguments], run)
     atheris.Fuzz()
 
 
 def _statistic(log: str, name: str) -> int:
-    found = re.findall(rf"{name}:\s*(\d+)", log)
-    return int(found[-1]) if found else 0
+    matches = re.findall(rf"{name}:\s*(\d+)", log)
+    return int(matches[-1]) if matches else 0
 
 
 def _run(target: str, seed: int, executions: int) -> dict[str, Any]:
-    """One run of libFuzzer; what is in the corpus already is not counted."""
+    """Run libFuzzer once in a child process, and return its row of the table; the stored corpus is reused."""
     folder = CACHE / "fuzz" / target
     corpus, finds = folder / "corpus", folder / "finds"
     for path in (corpus, finds):
@@ -102,22 +107,24 @@ TARGETS: Final = ("envelope", "container", "index", "frame", "tree", "wire")
 
 
 def main() -> int:
-    """The campaign: 0 if nothing was found."""
+    """Run the campaign; return 0 if there are no finds, else 1."""
     if sys.argv[1:2] == ["--run"]:
         _fuzz(sys.argv[2], sys.argv[3:])
     parser = parser_of(__doc__)
-    parser.add_argument("--executions", type=int, default=1_000_000, help="of each target, all runs together")
-    parser.add_argument("--step", type=int, default=100_000, help="executions of one run")
+    parser.add_argument(
+        "--executions", type=int, default=1_000_000, help="executions of each target, in all its runs"
+    )
+    parser.add_argument("--step", type=int, default=100_000, help="executions in one run")
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=TARGETS)
-    given = parser.parse_args()
+    options = parser.parse_args()
     n_finds = 0
-    for target in given.targets:
+    for target in options.targets:
         while True:
             rows = [row for row in read_rows("fuzz") if row["target"] == target]
-            left = given.executions - sum(int(row["executions"]) for row in rows)
-            if left <= 0:
+            n_left = options.executions - sum(int(row["executions"]) for row in rows)
+            if n_left <= 0:
                 break
-            row = _run(target, len(rows) + 1, min(given.step, left))
+            row = _run(target, len(rows) + 1, min(options.step, n_left))
             append_row("fuzz", row)
             n_finds += row["finds"]
             rate = row["executions"] / row["seconds"]

@@ -1,12 +1,12 @@
-"""Mutation fuzzing of the readers of formats that others define: torch's files and folders, Hugging Face
-folders, calibrations and sensitivities, plans, role tables, and the folders of trainers and weight sync.
+"""Mutation fuzzing of the readers of other formats: files of torch.save, DCP and Hugging Face folders,
+calibration and sensitivity files, plans, role tables, and the folders of trainers and of weight sync.
 
     python -m bench.fuzz.foreign [--executions 100000] [--targets dcp torch] [--seconds 60]
 
-Every input is a whole file of a folder with a few bytes changed, cut, repeated or put in. It ends in a
-result, in an error of ours or in FileNotFoundError; anything else, or 5 seconds, is a find, and is kept in
-bench/.cache/fuzz_foreign. Each run of a target is a row of bench/results/fuzz_foreign.csv. One process,
-one seed: a run can be repeated. Where a checksum guards what a parser reads, it is made right first.
+Each input is a valid file in which a few bytes are changed, deleted, repeated or inserted. It must end in a
+result, a CkptzError or a FileNotFoundError. Any other exception, or 5 seconds, is a find, which is stored in
+bench/.cache/fuzz_foreign. Each run of a target adds a row to bench/results/fuzz_foreign.csv, and can be
+repeated with the same seed. Checksums are corrected first, so that inputs reach the code behind them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -33,7 +32,7 @@ from bench.fuzz.foreign_targets import TARGETS, Target
 from ckptz.errors import CkptzError
 
 FINDS: Final = CACHE / "fuzz_foreign"
-MEMORY: Final = "/dev/shm" if Path("/dev/shm").is_dir() else None  # for the files that are read
+MEMORY: Final = "/dev/shm" if Path("/dev/shm").is_dir() else None  # folder for the input files
 MAX_SECONDS: Final = 5
 EDGES: Final = (0, 1, 2, 0x7F, 0x80, 0xFE, 0xFF)
 WORDS: Final = (
@@ -43,23 +42,23 @@ WORDS: Final = (
 
 
 class Hang(BaseException):
-    """Raised by the clock, so that no reader takes it for an error of the file."""
+    """Raised after `MAX_SECONDS`; no subclass of Exception, so that no reader handles it as a file error."""
 
 
 def mutated(rng: random.Random, data: bytes) -> bytes:
-    """A few changes to some bytes."""
+    """Return a copy of `data` with one to five random changes."""
     out = bytearray(data)
     for _ in range(rng.choice((1, 1, 1, 1, 2, 5))):
         at, n = rng.randrange(len(out) + 1), rng.choice((1, 1, 2, 4, 8, 30))
-        from_ = rng.randrange(len(out) + 1)
-        piece = out[from_ : from_ + n]
+        source = rng.randrange(len(out) + 1)
+        piece = out[source : source + n]
         flipped = bytes(b ^ 1 << rng.randrange(8) for b in out[at : at + 1])
         edge, word = bytes((rng.choice(EDGES),)), rng.choice(WORDS)
-        many = piece * rng.choice((1, 2, 50))
-        replaced, new = rng.choice(
-            ((1, flipped), (1, flipped), (1, edge), (n, b""), (0, many), (len(piece), piece), (n, word))
+        repeated = piece * rng.choice((1, 2, 50))
+        n_replaced, new = rng.choice(
+            ((1, flipped), (1, flipped), (1, edge), (n, b""), (0, repeated), (len(piece), piece), (n, word))
         )
-        out[at : at + replaced] = new
+        out[at : at + n_replaced] = new
         if rng.random() < 0.02:
             del out[at:]
     return bytes(out)
@@ -67,7 +66,7 @@ def mutated(rng: random.Random, data: bytes) -> bytes:
 
 @dataclass
 class Run:
-    """What came of some executions."""
+    """Counts of one run of a target, and the kinds of its finds."""
 
     target: str
     seed: int
@@ -81,7 +80,7 @@ class Run:
     kinds: Counter[str] = field(default_factory=Counter)
 
     def row(self) -> dict[str, Any]:
-        """Without the kinds of finds, which are printed."""
+        """Return the row of the table: all fields but the kinds of finds, which are only printed."""
         return {name: value for name, value in vars(self).items() if name != "kinds"}
 
 
@@ -90,7 +89,7 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 
 def execute(target: Target, data: bytes, run: Run) -> None:
-    """One execution, counted."""
+    """Read one input within the time limit, count its outcome in `run`, and store it if it is a find."""
     begin = time.perf_counter()
     signal.setitimer(signal.ITIMER_REAL, MAX_SECONDS)
     try:
@@ -112,24 +111,24 @@ def execute(target: Target, data: bytes, run: Run) -> None:
 
 
 def fuzz(name: str, seed: int, executions: int, seconds: float = float("inf")) -> Run:
-    """Run a target.
+    """Run a target with mutated inputs.
 
     Args:
-        name: of the target.
-        seed: of the mutations.
-        executions: at most so many.
-        seconds: no new execution after them.
+        name: name of the target.
+        seed: seed of the mutations.
+        executions: maximum number of executions.
+        seconds: time after which no execution starts.
     """
     rng, run = random.Random(f"{name} {seed}"), Run(name, seed)
     signal.signal(signal.SIGALRM, _stop)
-    os.fsync = lambda descriptor: None  # what is fuzzed is read once
+    os.fsync = lambda descriptor: None  # the files are read once and deleted
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         target = TARGETS[name](Path(folder))
-        for data in target.seeds:  # each is right, and kernels are compiled
+        for data in target.seeds:  # fails if a seed is not valid, and compiles the kernels
             target.read(data)
         begin = time.perf_counter()
-        for _ in _until(executions, begin + seconds):
+        while run.executions < executions and time.perf_counter() <= begin + seconds:
             data = mutated(rng, rng.choice(target.seeds))
             if rng.random() < 0.3:
                 data = mutated(rng, data)
@@ -140,27 +139,20 @@ def fuzz(name: str, seed: int, executions: int, seconds: float = float("inf")) -
     return run
 
 
-def _until(executions: int, end: float) -> Iterator[None]:
-    for _ in range(executions):
-        if time.perf_counter() > end:
-            return
-        yield
-
-
 def main() -> int:
-    """Run the targets: 0 if nothing was found."""
+    """Run the targets; return 0 if there are no finds, else 1."""
     parser = parser_of(__doc__)
-    parser.add_argument("--executions", type=int, default=100_000, help="of each target")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="for each target")
+    parser.add_argument("--executions", type=int, default=100_000, help="executions of each target")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="time limit of each target")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
-    parser.add_argument("--dry", action="store_true", help="write no row")
-    given = parser.parse_args()
+    parser.add_argument("--dry", action="store_true", help="do not write to the table")
+    options = parser.parse_args()
     n_finds = 0
-    for name in given.targets:
-        run = fuzz(name, given.seed, given.executions, given.seconds)
+    for name in options.targets:
+        run = fuzz(name, options.seed, options.executions, options.seconds)
         n_finds += run.finds
-        if not given.dry:
+        if not options.dry:
             append_row("fuzz_foreign", run.row())
         print(run.row(), *run.kinds.most_common(20), sep="\n  ", flush=True)
     return 1 if n_finds else 0

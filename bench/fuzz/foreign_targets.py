@@ -1,4 +1,4 @@
-"""What `foreign.py` fuzzes: for each reader some right files, and how one of them is read whole."""
+"""Targets of `foreign.py`: for each reader, valid input files and a function that reads one completely."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 
-from bench.fuzz.targets import _with_right_digests
+from bench.fuzz.targets import with_valid_checksums
 from ckptz import Grid, KMeans
 from ckptz.foreign.dcp_index import INDEX_FILE, read_index
 from ckptz.foreign.inputs import open_input
@@ -37,7 +37,7 @@ from ckptz.training.state import check_training, random_state, set_random_state
 
 @dataclass(frozen=True)
 class Target:
-    """Right inputs, and a reader that is given one of them or what became of it."""
+    """Valid inputs, and a function that reads a valid or mutated input."""
 
     seeds: list[bytes]
     read: Callable[[bytes], None]
@@ -77,29 +77,29 @@ def _load(data: bytes) -> None:
 
 
 def _torch_files(folder: Path) -> Target:
-    """Files of torch.save in both forms, as they are."""
+    """Fuzz files of torch.save in the zip format and in the legacy format."""
     state = _state()
     return Target([_saved(state), _saved(state, _use_new_zipfile_serialization=False)], _load)
 
 
 def _torch_pickles(folder: Path) -> Target:
-    """The pickle within such a file, put into it without a checksum."""
+    """Fuzz the pickle in a zip file of torch.save, whose CRC is written anew for each input."""
     with zipfile.ZipFile(io.BytesIO(_saved(_state()))) as archive:
-        records = {one.filename: archive.read(one) for one in archive.infolist()}
+        records = {member.filename: archive.read(member) for member in archive.infolist()}
     [name] = [name for name in records if name.endswith("data.pkl")]
 
     def read(data: bytes) -> None:
         file = io.BytesIO()
         with zipfile.ZipFile(file, "w") as archive:
-            for other, content in records.items():
-                archive.writestr(other, data if other == name else content)
+            for member, content in records.items():
+                archive.writestr(member, data if member == name else content)
         _load(file.getvalue())
 
     return Target([records[name]], read)
 
 
 def _dcp(folder: Path) -> Target:
-    """The metadata of a folder of torch.distributed.checkpoint."""
+    """Fuzz the metadata file of a folder of torch.distributed.checkpoint."""
     state = {"w": torch.ones(2, 3), "nested": {"flags": [1], "half": torch.ones(2).half()}}
     dcp.save(state, checkpoint_id=folder / "dcp", no_dist=True)
     path = folder / "dcp" / ".metadata"
@@ -112,7 +112,7 @@ def _dcp(folder: Path) -> Target:
 
 
 def _dcp_shard(folder: Path) -> Target:
-    """A shard of such a folder."""
+    """Fuzz a shard of a folder of torch.distributed.checkpoint."""
     dcp.save({"w": torch.ones(3), "o": (1, "x")}, checkpoint_id=folder / "dcp", no_dist=True)
     [path] = (folder / "dcp").glob("*.distcp")
 
@@ -124,7 +124,7 @@ def _dcp_shard(folder: Path) -> Target:
 
 
 def _dcp_index(folder: Path) -> Target:
-    """The index of a folder that our storage writer wrote, as of the first version, which has no checksum."""
+    """Fuzz the index of a folder of `CkptzStorageWriter`, in version 1, which has no checksum."""
     writer = CkptzStorageWriter(folder / "ours", options=ChainOptions(jobs=1))
     dcp.save({"w": torch.ones(2, 3), "o": (1, torch.ones(2))}, storage_writer=writer, no_dist=True)
     path = folder / "ours" / INDEX_FILE
@@ -145,23 +145,24 @@ def _dcp_index(folder: Path) -> Target:
 # --- Hugging Face folders ------------------------------------------------------------------------------
 
 
-def _folder_of(folder: Path) -> Path:
-    home = folder / "hf"
-    home.mkdir()
-    places = {}
+def _write_hf_model(folder: Path) -> None:
+    folder.mkdir()
+    weight_map = {}
     for i in (1, 2):
         name = f"model-0000{i}-of-00002.safetensors"
-        safetensors.torch.save_file({f"w{i}": torch.ones(i, 2)}, home / name, {"format": "pt"})
-        places[f"w{i}"] = name
-    index = {"metadata": {"total_size": 24}, "weight_map": places}
-    (home / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-    (home / "config.json").write_text("{}")
-    return home
+        safetensors.torch.save_file({f"w{i}": torch.ones(i, 2)}, folder / name, {"format": "pt"})
+        weight_map[f"w{i}"] = name
+    index = {"metadata": {"total_size": 24}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    (folder / "config.json").write_text("{}")
 
 
 def _hf(name: str) -> Callable[[Path], Target]:
+    """Fuzz one file of a Hugging Face model folder with two shards."""
+
     def make(folder: Path) -> Target:
-        path = _folder_of(folder) / name
+        _write_hf_model(folder / "hf")
+        path = folder / "hf" / name
 
         def read(data: bytes) -> None:
             path.write_bytes(data)
@@ -173,11 +174,11 @@ def _hf(name: str) -> Callable[[Path], Target]:
     return make
 
 
-# --- what guides an encoder ----------------------------------------------------------------------------
+# --- side information and options of an encoder --------------------------------------------------------
 
 
 def _calibration(folder: Path) -> Target:
-    """What `ckptz.hooks.Calibration` saves."""
+    """Fuzz a calibration file, as `ckptz.hooks.Calibration` saves it."""
     torch.manual_seed(0)
     model, path = (
         torch.nn.Sequential(torch.nn.Embedding(5, 3), torch.nn.Linear(3, 2)),
@@ -199,7 +200,7 @@ def _calibration(folder: Path) -> Target:
 
 
 def _sensitivity(folder: Path) -> Target:
-    """What `ckptz.hooks.SensitivityTracker` saves."""
+    """Fuzz a sensitivity file, as `ckptz.hooks.SensitivityTracker` saves it."""
     torch.manual_seed(0)
     model, path = torch.nn.Linear(3, 2), folder / "s.safetensors"
     tracker, optimizer = SensitivityTracker(model), torch.optim.SGD(model.parameters(), lr=0.1)
@@ -217,8 +218,8 @@ def _sensitivity(folder: Path) -> Target:
     return Target([path.read_bytes()], read)
 
 
-def _found(folder: Path) -> Target:
-    """Fuzz the reader of `--config`, from reports of searches as `--json` prints them."""
+def _search_report(folder: Path) -> Target:
+    """Fuzz the search reports that `--json` prints and `--config` reads."""
     path, seeds = folder / "found.json", []
     for config in (KMeans(), Grid()):
         report = {"files": [{"search": {"method": config.name, "config": asdict(config)}}]}
@@ -232,7 +233,7 @@ def _found(folder: Path) -> Target:
 
 
 def _roles(folder: Path) -> Target:
-    """A table of roles."""
+    """Fuzz a role table."""
     text = b'[[rule]]\nname = "a.*"\nrole = "weight"\n[[rule]]\nname = "b"\nlayer_type = "norm"\n'
     return Target([text], lambda data: _ignore(load_rules(data.decode("utf-8", "replace"))))
 
@@ -241,19 +242,19 @@ def _roles(folder: Path) -> Target:
 
 
 def _lightning(folder: Path) -> Target:
-    """A file of Lightning's, as `CkptzIO` writes it, with right checksums."""
+    """Fuzz a Lightning checkpoint of `CkptzIO`, with corrected checksums."""
     path = folder / "last.ckpt"
     Chain(ChainOptions(jobs=1)).write(path, job_of(_state()))
 
     def read(data: bytes) -> None:
-        path.write_bytes(_with_right_digests(data))
+        path.write_bytes(with_valid_checksums(data))
         load_state(path, jobs=1)
 
     return Target([path.read_bytes()], read)
 
 
 def _trainer(folder: Path) -> Target:
-    """The index of the Trainer's state and of its random state, with right checksums."""
+    """Fuzz files of the Trainer's optimizer state and of its random state, with corrected checksums."""
     path, seeds = folder / "state.ckptz", []
     optimizer = {"state": {"w": {"step": torch.ones(1)}}, "classes": ["AdamW"], "groups": [{"params": ["w"]}]}
     training = {**optimizer, "optimizer": optimizer["state"], "scheduler": {"last_epoch": 1}, "scaler": None}
@@ -262,7 +263,7 @@ def _trainer(folder: Path) -> Target:
         seeds.append(path.read_bytes())
 
     def read(data: bytes) -> None:
-        path.write_bytes(_with_right_digests(data))
+        path.write_bytes(with_valid_checksums(data))
         state = load_state(path, jobs=1)
         if isinstance(state, dict) and "rng" in state:
             set_random_state(state["rng"])
@@ -273,33 +274,33 @@ def _trainer(folder: Path) -> Target:
 
 
 def _follower(folder: Path) -> Target:
-    """A delta that a follower applies, with right checksums."""
-    home, weight = folder / "run", np.ones(40, np.float32)
-    publisher = Publisher(home, jobs=1)
+    """Fuzz a delta that a `Follower` applies, with corrected checksums."""
+    run, weight = folder / "run", np.ones(40, np.float32)
+    publisher = Publisher(run, jobs=1)
     publisher.publish({"w": torch.from_numpy(weight)}, step=1)
     weight[3] = 2
     publisher.publish({"w": torch.from_numpy(weight)}, step=2)
-    path = home / "step-000002.from-000001.ckptz"
+    path = run / "step-000002.from-000001.ckptz"
 
     def read(data: bytes) -> None:
-        path.write_bytes(_with_right_digests(data))
-        Follower(home, jobs=1).apply_to({"w": torch.zeros(40)})
+        path.write_bytes(with_valid_checksums(data))
+        Follower(run, jobs=1).apply_to({"w": torch.zeros(40)})
 
     return Target([path.read_bytes()], read)
 
 
 def _publisher(folder: Path) -> Target:
-    """The same file, as a publisher that goes on from it finds it."""
+    """Fuzz the last delta in the folder of a `Publisher` that publishes a further step after it."""
     target = _follower(folder)
     path = folder / "run" / "step-000002.from-000001.ckptz"
 
     def read(data: bytes) -> None:
-        path.write_bytes(_with_right_digests(data))
+        path.write_bytes(with_valid_checksums(data))
         try:
             Publisher(folder / "run", jobs=1).publish({"w": torch.zeros(40)}, step=3)
         finally:
-            for found in path.parent.glob("step-000003*"):
-                found.unlink()
+            for published in path.parent.glob("step-000003*"):
+                published.unlink()
 
     return Target(target.seeds, read)
 
@@ -314,7 +315,7 @@ TARGETS: Final[Mapping[str, Callable[[Path], Target]]] = {
     "hf-shard": _hf("model-00001-of-00002.safetensors"),
     "calibration": _calibration,
     "sensitivity": _sensitivity,
-    "found": _found,
+    "found": _search_report,
     "roles": _roles,
     "lightning": _lightning,
     "trainer": _trainer,

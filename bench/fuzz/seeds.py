@@ -1,4 +1,4 @@
-"""Inputs that fuzzing begins with: the vectors of the specification, or their parts."""
+"""Initial inputs of the fuzzers: the vectors of the specification, or parts of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ VECTORS: Final = Path(__file__).resolve().parents[2] / "spec" / "vectors"
 
 
 def sessions() -> list[dict[str, Any]]:
-    """The rows of the manifest that are good messages of links."""
+    """Return the rows of the manifest with valid messages of a link."""
     return [row for row in _manifest() if "messages" in row and "needs" in row]
 
 
@@ -22,7 +22,7 @@ def _manifest() -> list[dict[str, Any]]:
 
 
 def _regions(data: bytes) -> Iterator[tuple[str, bytes]]:
-    """The tensors of an envelope, as far as it can be read."""
+    """Yield (name, bytes) of each tensor in an envelope, up to the first error in its header."""
     at = 8 + int.from_bytes(data[:8], "little")
     with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
         for name, row in json.loads(data[8:at]).items():
@@ -32,7 +32,7 @@ def _regions(data: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 def _parts(target: str, data: bytes) -> Iterator[bytes]:
-    """What of a file is for a target."""
+    """Yield the parts of a file that a target parses."""
     if target in ("envelope", "container"):
         yield data
     for name, region in _regions(data):
@@ -45,7 +45,7 @@ def _parts(target: str, data: bytes) -> Iterator[bytes]:
 
 
 def seeds(target: str) -> Iterator[bytes]:
-    """Inputs for a target; those for `wire` begin with the number of a session."""
+    """Yield the initial inputs of a target; those of `wire` start with one byte, the number of a session."""
     if target == "wire":
         for number, row in enumerate(sessions()):
             yield bytes((number,)) + (VECTORS / row["messages"][0]["path"]).read_bytes()

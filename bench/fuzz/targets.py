@@ -1,6 +1,7 @@
-"""What is fuzzed: each target ends in a result or an error of ours. Imported under instrumentation.
+"""Targets of the coverage-guided fuzzer; imported under instrumentation.
 
-Where a checksum guards what a parser reads, it is made right first, so that the parser is reached.
+Each target must end in a result or a CkptzError. Checksums are corrected before parsing, so that mutated
+inputs reach the code behind them.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from ckptz.wire.state import MessageKey
 from tests.support import wire_reference
 
 Target = Callable[[bytes], None]
-MAX_DECODED_BYTES: Final = 1 << 22  # what a user who fuzzes allows one tensor to take
+MAX_DECODED_BYTES: Final = 1 << 22  # larger tensors are not decoded, to bound the time of an execution
 SESSIONS: Final = sessions()
 
 
 def _envelope(data: bytes) -> None:
-    """A whole file, every tensor that is small enough decoded."""
+    """Open a file and decode each tensor of at most MAX_DECODED_BYTES."""
     for source in open_checkpoint(MemoryBytes(data)).tensors.values():
         n_patterns = source.dtype.n_patterns(source.shape)
         if n_patterns * source.dtype.pattern_bytes <= MAX_DECODED_BYTES:
@@ -46,28 +47,28 @@ def _envelope(data: bytes) -> None:
 
 
 def _container(data: bytes) -> None:
-    """The same, with right digests."""
-    _envelope(_with_right_digests(data))
+    """Open and decode a file after its checksums were corrected."""
+    _envelope(with_valid_checksums(data))
 
 
-def _with_right_digests(data: bytes) -> bytes:
-    """The digest of the index and the checksums of frame headers fit what they cover."""
+def with_valid_checksums(data: bytes) -> bytes:
+    """Return a file with corrected index digest and frame checksums, or `data` if it cannot be parsed."""
     at = 8 + int.from_bytes(data[:8], "little")
     try:
         rows = json.loads(data[8:at])
-        places = sorted(tuple(row["data_offsets"]) for row in rows.values() if "shape" in row)
-        known = rows["__metadata__"]["ckptz.index_sha256"].encode()
+        offsets = sorted(tuple(row["data_offsets"]) for row in rows.values() if "shape" in row)
+        stored = rows["__metadata__"]["ckptz.index_sha256"].encode()
         out = bytearray(data)
-        for begin, end in places[:-1]:
-            out[at + begin : at + end] = _with_right_checksum(bytes(out[at + begin : at + end]))
-        begin, end = places[-1]
+        for begin, end in offsets[:-1]:
+            out[at + begin : at + end] = _with_valid_checksum(bytes(out[at + begin : at + end]))
+        begin, end = offsets[-1]
         digest = hashlib.sha256(out[at + begin : at + end]).hexdigest().encode()
-        return bytes(out).replace(known, digest, 1) if len(known) == len(digest) else bytes(out)
+        return bytes(out).replace(stored, digest, 1) if len(stored) == len(digest) else bytes(out)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError):
         return data
 
 
-def _with_right_checksum(frame: bytes) -> bytes:
+def _with_valid_checksum(frame: bytes) -> bytes:
     length = int.from_bytes(frame[:4], "little")
     if not 12 <= length <= len(frame):
         return frame
@@ -79,9 +80,9 @@ def _index(data: bytes) -> None:
 
 
 def _frame(data: bytes) -> None:
-    """A frame header with a right length and checksum, and its first chunk, on a base of zeros."""
+    """Parse a frame header with corrected length and checksum, and decode its first chunk on a zero base."""
     n_header = min(max(int.from_bytes(data[:4], "little"), 12), max(len(data), 12))
-    frame = _with_right_checksum(n_header.to_bytes(4, "little") + data[4:].ljust(n_header - 4, b"\0"))
+    frame = _with_valid_checksum(n_header.to_bytes(4, "little") + data[4:].ljust(n_header - 4, b"\0"))
     header = FrameHeader.parse(frame[:n_header])
     if not header.chunks or header.n_patterns * header.dtype.pattern_bytes > MAX_DECODED_BYTES:
         return
@@ -97,11 +98,11 @@ def _tree(data: bytes) -> None:
 
 
 def _wire(data: bytes) -> None:
-    """A message, signed again if its header is one; the first byte chooses the session."""
+    """Receive a message in the session that the first byte selects, with its checksum corrected."""
     row = SESSIONS[data[0] % len(SESSIONS)] if data else SESSIONS[0]
     message = data[1:]
-    with contextlib.suppress(CkptzError):  # what is no header goes to the link as it is
-        message = _signed(message)
+    with contextlib.suppress(CkptzError):  # a message without a valid header is received unchanged
+        message = _with_payload_checksum(message)
     link = Link(row["src"], row["dst"], _policy(json.dumps(row["policy"])), kernels=wire_reference)
     array, dtype = np.frombuffer(message, np.uint8), dtype_of(row["dtype"])
     link.receive(Direction.FORWARD, array, dtype, tuple(row["shape"]), MessageKey(0))
@@ -112,7 +113,7 @@ def _policy(text: str) -> LinkPolicy:
     return LinkPolicy.from_json(text)
 
 
-def _signed(message: bytes) -> bytes:
+def _with_payload_checksum(message: bytes) -> bytes:
     header, payload = LinkHeader.parse(message[:HEADER_BYTES]), message[HEADER_BYTES:]
     payload = payload.ljust(-(-len(payload) // 16) * 16, b"\0")
     fields: dict[str, Any] = {name: getattr(header, name) for name in LinkHeader.__slots__}
@@ -122,7 +123,7 @@ def _signed(message: bytes) -> bytes:
 
 
 def _guarded(target: Target) -> Target:
-    """Errors of ours are what a reader is to give."""
+    """Ignore CkptzError, which a parser must raise for invalid inputs."""
 
     def run(data: bytes) -> None:
         with contextlib.suppress(CkptzError):
