@@ -1,1 +1,1 @@
-"""`make demo`: train, compress, restore and resume, with a table and a picture."""
+"""The demo (`make demo`): train, compress, restore and resume, with a table and a picture."""

@@ -1,13 +1,13 @@
-"""The main job from end to end: train, save, compress, restore, and train on as if nothing had happened.
+"""Train a small GPT, save, compress and restore its checkpoints, and resume training from them.
 
     make demo                        three to four minutes on two cores
-    python -m bench.demo --quick     a toy model and a few steps, to see that everything runs
+    python -m bench.demo --quick     a toy model and a few steps, to check that everything runs
 
-A byte-level GPT learns the Python standard library's source and saves six checkpoints with its optimizer
-state. Each method of `methods.py` compresses the run and restores it; training then resumes from a
-restored checkpoint and is held against the resume from the uncompressed one. The exit code is 1 if a
-lossless method lost a bit anywhere, or if a number is missing. Results: the table, and in the output
-folder the checkpoints, demo.png and demo.json.
+A byte-level GPT is trained on the source of the Python standard library and saves six checkpoints with its
+optimizer state. Each method of `methods.py` compresses and restores all of them. Training then resumes from a
+restored checkpoint, and its losses are compared with a resume from the uncompressed one. The exit code is 1
+if a lossless method changed a bit or a number is missing. The table is printed; checkpoints, demo.png and
+demo.json are in the output folder.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class Run:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the demo; returns the exit code."""
+    """Run the demo and return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--out", type=Path, default=Path("demo-output"), help="folder for all that is written"
+        "--out", type=Path, default=Path("demo-output"), help="output folder (default: demo-output)"
     )
     parser.add_argument("--quick", action="store_true", help="a toy model and a few steps")
     options = parser.parse_args(arguments)
@@ -67,55 +67,55 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print(
         f"  .venv/bin/ckptz inspect {options.out}/ckptz-lossless/step-{report.resume_step:04d}.ckptz"
     )
-    found = problems(report)
-    for problem in found:
-        console.print(f"FAILED: {problem}", style="red")
-    return 1 if found else 0
+    failures = problems(report)
+    for failure in failures:
+        console.print(f"FAILED: {failure}", style="red")
+    return 1 if failures else 0
 
 
 def run(settings: Settings, out: Path, console: Console) -> Report:
-    """Everything that the demo measures."""
+    """Train, store the checkpoints with each method, resume, and return all measurements."""
     begin = time.perf_counter()
     n_threads, other_threads = thread_counts()
     data = read_corpus()
     with threads(n_threads):
-        trained = train(settings, data[0], fresh_folder(out / "uncompressed"), console)
-    state_bytes = BYTES_PER_PARAMETER * trained.n_parameters
-    checkpoint = trained.files[settings.resume_index]
+        training = train(settings, data[0], fresh_folder(out / "uncompressed"), console)
+    state_bytes = BYTES_PER_PARAMETER * training.n_parameters
+    checkpoint = training.files[settings.resume_index]
 
     def resumed(path: Path, n_threads: int = n_threads) -> Resumption:
         console.print(f"training on from {path}, torch threads: {n_threads}")
         return resume(load_file(path), settings, data, n_threads)
 
     def method_row(method: Method) -> Row:
-        console.print(f"compressing and restoring {len(trained.files)} checkpoints: {method.name}")
+        console.print(f"compressing and restoring {len(training.files)} checkpoints: {method.name}")
         folder = fresh_folder(out / method.name.replace(" ", "-"))
-        kept = store(method, trained.files, folder, state_bytes)
+        storage = store(method, training.files, folder, state_bytes)
         resumption = resumed(restored_path(checkpoint, folder))
-        return Row(name=method.name, is_lossless=method.is_lossless, resumption=resumption, storage=kept)
+        return Row(name=method.name, is_lossless=method.is_lossless, resumption=resumption, storage=storage)
 
-    exact, noisy = resumed(checkpoint), resumed(checkpoint, other_threads)
-    first_use = warm_up(METHODS[0], trained.files)
+    exact_resume, noise = resumed(checkpoint), resumed(checkpoint, other_threads)
+    first_use = warm_up(METHODS[0], training.files)
     rows = [
-        Row(name="uncompressed", is_lossless=True, resumption=exact),
-        Row(name=f"same, torch threads: {other_threads}", is_lossless=False, resumption=noisy),
+        Row(name="uncompressed", is_lossless=True, resumption=exact_resume),
+        Row(name=f"same, torch threads: {other_threads}", is_lossless=False, resumption=noise),
         *map(method_row, METHODS),
     ]
     return Report(
         rows=rows,
-        steps=trained.steps,
-        resume_step=trained.steps[settings.resume_index],
-        training=trained.losses,
+        steps=training.steps,
+        resume_step=training.steps[settings.resume_index],
+        training=training.losses,
         state_bytes=state_bytes,
-        plain_bytes=[path.stat().st_size for path in trained.files],
-        zstd=zstd_for_scale(trained.files),
+        plain_bytes=[path.stat().st_size for path in training.files],
+        zstd=zstd_for_scale(training.files),
         first_use_seconds=first_use,
         total_seconds=time.perf_counter() - begin,
     )
 
 
 def train(settings: Settings, data: Tensor, folder: Path, console: Console) -> Run:
-    """Train from scratch and save every few steps."""
+    """Train from scratch, and save a checkpoint and a calibration every `settings.steps_between` steps."""
     trainer = Trainer(settings.model, data)
     files, steps, losses = [], [], []
     console.print(
@@ -139,13 +139,13 @@ def train(settings: Settings, data: Tensor, folder: Path, console: Console) -> R
 
 
 def thread_counts() -> tuple[int, int]:
-    """All cores that this process may use, and another count, for the noise floor."""
+    """Return the cores that this process may use, and another number of threads, for the noise floor."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return cores, cores // 2 if cores > 1 else 2
 
 
 def fresh_folder(folder: Path) -> Path:
-    """`folder`, without the checkpoints of an earlier demo."""
+    """Create `folder`, or delete the checkpoints of an earlier demo in it, and return it."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in [*folder.glob("step-*.safetensors"), *folder.glob("step-*.ckptz")]:
         path.unlink()

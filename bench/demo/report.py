@@ -1,4 +1,4 @@
-"""The demo's table, picture and numbers."""
+"""Output of the demo: the table, the picture, the JSON file and the list of failures."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ MB = 1e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One line of the table; the first is the exact resume that the others are held against.
+    """One row of the table. The first is the resume from the uncompressed checkpoint, the reference of all.
 
     Attributes:
         name: method, or kind of exact resume.
-        is_lossless: whether a difference to the exact resume is an error.
-        resumption: what training did after the restore.
-        storage: None for the exact resumes, which store nothing of their own.
+        is_lossless: True if a difference to the exact resume is an error.
+        resumption: losses after the restore.
+        storage: sizes and speeds; None for the exact resumes, which compress nothing.
     """
 
     name: str
@@ -44,18 +44,18 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Everything the demo measured.
+    """All measurements of the demo.
 
     Attributes:
-        rows: exact resume, exact resume on other threads (the noise floor), then the methods.
+        rows: exact resume, exact resume with another number of threads (the noise floor), then the methods.
         steps: step of each checkpoint.
-        resume_step: the checkpoint from which training resumed.
-        training: loss of every step of the run itself.
-        state_bytes: fp32 weights and both moments of one checkpoint.
-        plain_bytes: of each checkpoint as it was saved.
-        zstd: bytes and MB/s of zstd level 3 on the same files.
-        first_use_seconds: first compression and restoration, with compilation if it was needed.
-        total_seconds: of the whole demo.
+        resume_step: step of the checkpoint from which training resumed.
+        training: loss of every step of the original run.
+        state_bytes: bytes of the fp32 weights and both moments in one checkpoint.
+        plain_bytes: bytes of each uncompressed checkpoint.
+        zstd: bytes and MB/s of zstd level 3 on the uncompressed checkpoints.
+        first_use_seconds: seconds of the first compression and restore, including kernel compilation.
+        total_seconds: seconds of the demo.
     """
 
     rows: list[Row]
@@ -70,27 +70,30 @@ class Report:
 
     @property
     def exact(self) -> Resumption:
-        """The resume from the uncompressed checkpoint."""
+        """Losses of the resume from the uncompressed checkpoint."""
         return self.rows[0].resumption
 
     @property
     def sizes(self) -> dict[str, list[int]]:
-        """Bytes of each checkpoint by name: as it was saved, then as the methods store it."""
+        """Bytes of each checkpoint, by storage: "uncompressed", then the name of each method."""
         return {"uncompressed": self.plain_bytes} | {
             r.name: r.storage.n_bytes for r in self.rows if r.storage
         }
 
 
 def change_percent(value: float, exact: float) -> float:
-    """Relative change in percent; a rise of the loss is positive."""
+    """Return the relative change in percent, positive if the loss rose."""
     return 100 * (value - exact) / exact
 
 
-def changes_percent(got: Resumption, exact: Resumption) -> float:
-    """Half the mean square of the changes of each byte's loss, in percent of the exact mean."""
-    values = (one.tokens.double().numpy() for one in (exact, got))
-    judged = judge(Limit(0.01, True), *(Measurement("loss", one, lower_is_better=True) for one in values))
-    return 100 * (math.inf if judged.example_change is None else judged.example_change)
+def changes_percent(resumption: Resumption, exact: Resumption) -> float:
+    """Return the per-byte loss change: half the mean square, in percent of the exact mean loss."""
+    reference, restored = (
+        Measurement("loss", losses.tokens.double().numpy(), lower_is_better=True)
+        for losses in (exact, resumption)
+    )
+    change = judge(Limit(0.01, True), reference, restored).example_change
+    return 100 * (math.inf if change is None else change)
 
 
 def _percent(value: float) -> str:
@@ -98,7 +101,7 @@ def _percent(value: float) -> str:
 
 
 def print_table(report: Report, console: Console) -> None:
-    """The table, and under it what its columns mean."""
+    """Print the table and an explanation of its columns."""
     title = f"{len(report.steps)} checkpoints of a small GPT, resumed from step {report.resume_step}"
     table = Table(title=title)
     table.add_column("method", no_wrap=True)
@@ -130,25 +133,29 @@ def _ratio(report: Report, n_bytes: int) -> float:
 
 
 def _size_cells(row: Row, report: Report) -> list[str]:
-    if kept := row.storage:
-        speeds = [f"{kept.compress_rate:.0f}", f"{kept.restore_rate:.0f}"]
-        ratios = [f"{kept.ratio:.3f}x", f"{kept.weights_ratio:.3f}x"]
-        return [f"{sum(kept.n_bytes) / MB:.1f}", *ratios, *speeds]
+    if storage := row.storage:
+        speeds = [f"{storage.compress_rate:.0f}", f"{storage.restore_rate:.0f}"]
+        ratios = [f"{storage.ratio:.3f}x", f"{storage.weights_ratio:.3f}x"]
+        return [f"{sum(storage.n_bytes) / MB:.1f}", *ratios, *speeds]
     if row is not report.rows[0]:
         return ["-"] * 5
     n_bytes = sum(report.plain_bytes)
     return [f"{n_bytes / MB:.1f}", f"{_ratio(report, n_bytes):.3f}x", "1.000x", "-", "-"]
 
 
-def _loss_cells(got: Resumption, exact: Resumption) -> list[str]:
-    at_once = [f"{got.at_once:.4f}", _percent(change_percent(got.at_once, exact.at_once))]
-    at_once.append(_percent(changes_percent(got, exact)))
-    resumed = [f"{got.resumed:.4f}", _percent(change_percent(got.resumed, exact.resumed))]
-    return [*at_once, *resumed, "yes" if got.is_bit_equal(exact) else "no"]
+def _loss_cells(resumption: Resumption, exact: Resumption) -> list[str]:
+    return [
+        f"{resumption.at_once:.4f}",
+        _percent(change_percent(resumption.at_once, exact.at_once)),
+        _percent(changes_percent(resumption, exact)),
+        f"{resumption.resumed:.4f}",
+        _percent(change_percent(resumption.resumed, exact.resumed)),
+        "yes" if resumption.is_bit_equal(exact) else "no",
+    ]
 
 
 def draw(report: Report, path: Path) -> None:
-    """Sizes of the run as each method stores it, and what the loss does after a restore; for phones, too."""
+    """Draw the size of the run with each method, and the loss change after a restore; readable on phones."""
     figure = Figure(figsize=(6, 6.4), layout="constrained")
     sizes, gaps = figure.subplots(2, 1, height_ratios=[2, 3])
     _draw_sizes(sizes, report)
@@ -185,11 +192,11 @@ def _draw_gaps(axes: Any, report: Report) -> None:
 
 
 def write_json(report: Report, path: Path) -> None:
-    """Every number, and where it was measured."""
-    rows = [asdict(replace(row, resumption=None)) for row in report.rows]
+    """Write all measurements, the versions and the machine as JSON."""
     content = asdict(replace(report, rows=[])) | {
         "rows": [
-            own | {"resumption": _numbers(row.resumption)} for own, row in zip(rows, report.rows, strict=True)
+            asdict(replace(row, resumption=None)) | {"resumption": _numbers(row.resumption)}
+            for row in report.rows
         ],
         "ckptz": __version__,
         "python": platform.python_version(),
@@ -207,30 +214,32 @@ def write_json(report: Report, path: Path) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def _numbers(got: Resumption) -> dict[str, Any]:
-    """All but the loss of each byte, for which its mean stands."""
-    own = {field.name: getattr(got, field.name) for field in fields(got) if field.name != "tokens"}
-    return own | {"at_once": got.at_once}
+def _numbers(resumption: Resumption) -> dict[str, Any]:
+    """Return all fields, with the mean loss after the restore in place of the loss of each byte."""
+    names = [field.name for field in fields(resumption) if field.name != "tokens"]
+    return {name: getattr(resumption, name) for name in names} | {"at_once": resumption.at_once}
 
 
 def problems(report: Report) -> list[str]:
-    """Why the demo has failed: a lossless method that lost something, a number that is missing."""
-    found = []
+    """Return a message for each failure: a lossless method that changed a bit, or a missing number."""
+    failures = []
     for row in report.rows:
         if row.is_lossless and not row.resumption.is_bit_equal(report.exact):
-            found.append(f"{row.name}: the resumed training is not bit-equal to the exact resume")
+            failures.append(f"{row.name}: the resumed training is not bit-equal to the exact resume")
         if row.is_lossless and row.storage and row.storage.n_bit_equal != len(report.steps):
-            found.append(f"{row.name}: a restored file is not bit-equal to its original")
+            failures.append(f"{row.name}: a restored file is not bit-equal to its original")
         if not _is_complete(row, report):
-            found.append(f"{row.name}: a number is missing")
-    return found
+            failures.append(f"{row.name}: a number is missing")
+    return failures
 
 
 def _is_complete(row: Row, report: Report) -> bool:
-    got, exact, kept = row.resumption, report.exact, row.storage
-    numbers = [got.at_once, *got.training, *got.validation]
-    counts = [len(got.training) - len(exact.training), len(got.validation) - len(exact.validation)]
-    if kept:
-        numbers += [*kept.n_bytes, kept.ratio, kept.weights_ratio, kept.compress_rate, kept.restore_rate]
-        counts.append(len(kept.n_bytes) - len(report.steps))
-    return not any(counts) and all(math.isfinite(number) and number > 0 for number in numbers)
+    resumption, exact, storage = row.resumption, report.exact, row.storage
+    numbers = [resumption.at_once, *resumption.training, *resumption.validation]
+    is_complete = len(resumption.training) == len(exact.training)
+    is_complete &= len(resumption.validation) == len(exact.validation)
+    if storage:
+        rates = storage.compress_rate, storage.restore_rate
+        numbers += [*storage.n_bytes, storage.ratio, storage.weights_ratio, *rates]
+        is_complete &= len(storage.n_bytes) == len(report.steps)
+    return is_complete and all(math.isfinite(number) and number > 0 for number in numbers)

@@ -1,7 +1,7 @@
-"""The demo's training run: checkpoints with their whole state, and resumption from any of them.
+"""Training of the demo: checkpoints with the complete training state, and resumption from them.
 
 A checkpoint is a flat dict of tensors: `model.<parameter>`, `optimizer.<parameter>.exp_avg` and
-`.exp_avg_sq`, `step`, `data.position` and `rng.torch`. Nothing else is needed to train on bit for bit.
+`.exp_avg_sq`, `step`, `data.position` and `rng.torch`. Training resumes bit for bit from these tensors.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CALIBRATION_SEED, N_CALIBRATION_BATCHES = 99, 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Lengths of the run, in steps; the defaults take about a minute and a half of training on two cores."""
+    """Model and length of the run, in steps; the defaults train for about 90 seconds on two cores."""
 
     model: GPTConfig = field(default_factory=GPTConfig)
     n_checkpoints: int = 6
@@ -54,7 +54,7 @@ QUICK = Settings(
 
 
 class Trainer:
-    """A model, its optimizer, and where both stand in the data."""
+    """A model, its optimizer, and its position in the training data."""
 
     def __init__(self, config: GPTConfig, data: Tensor) -> None:
         torch.manual_seed(MODEL_SEED)
@@ -65,11 +65,11 @@ class Trainer:
 
     @property
     def n_parameters(self) -> int:
-        """Parameters of the model."""
+        """Number of parameters of the model."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def train(self, n_steps: int) -> list[float]:
-        """Train on; returns the loss of every step."""
+        """Train for `n_steps` and return the loss of each step."""
         context = self.model.config.context
         source = batches(self._data, batch=BATCH, context=context, seed=DATA_SEED, start=self.position)
         return [self._train_step(next(source)) for _ in range(n_steps)]
@@ -86,7 +86,7 @@ class Trainer:
         return loss.item()
 
     def state(self) -> dict[str, Tensor]:
-        """The whole state by name; it shares the memory of the parameters and moments."""
+        """Return the training state by name; its tensors share the memory of the parameters and moments."""
         parameters = dict(self.model.named_parameters())
         tensors = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
         for name, parameter in parameters.items():
@@ -98,7 +98,7 @@ class Trainer:
         return tensors
 
     def load(self, state: State) -> None:
-        """Continue from `state`."""
+        """Load a training state that `state` returned."""
         prefix = "model."
         weights = {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}
         self.model.load_state_dict(weights)
@@ -109,7 +109,7 @@ class Trainer:
         torch.set_rng_state(state["rng.torch"])
 
     def calibrate(self, path: Path) -> None:
-        """Record the inputs of the layers over a few batches of training text, forward only."""
+        """Record the layer inputs of a few batches of training text (forward passes only) in a file."""
         context = self.model.config.context
         source = batches(self._data, batch=BATCH, context=context, seed=CALIBRATION_SEED)
         calibration = Calibration(self.model)
@@ -120,7 +120,7 @@ class Trainer:
 
 
 def learning_rate(step: int) -> float:
-    """Linear warm-up, then a cosine to a tenth of the peak."""
+    """Return the learning rate of a step: linear warm-up, then cosine decay to a tenth of the peak."""
     if step < WARMUP_STEPS:
         return PEAK_RATE * (step + 1) / WARMUP_STEPS
     done = min(1.0, (step - WARMUP_STEPS) / DECAY_STEPS)
@@ -129,14 +129,14 @@ def learning_rate(step: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """What training does after a restore: losses of the steps, and on validation text in between.
+    """Losses of training that was resumed from a checkpoint.
 
     Attributes:
-        n_threads: torch's.
+        n_threads: number of torch threads.
         tokens: validation loss of each byte right after the restore, float32 [n].
-        training: loss of each further step.
-        validation: validation loss every few steps.
-        digest: of the weights and moments at the end.
+        training: training loss of each further step.
+        validation: mean validation loss every `Settings.validate_every` steps.
+        digest: SHA-256 of the training state at the end.
     """
 
     n_threads: int
@@ -152,17 +152,24 @@ class Resumption:
 
     @property
     def resumed(self) -> float:
-        """Mean validation loss of the steps after the restore."""
+        """Mean validation loss over the steps after the restore."""
         return statistics.mean(self.validation)
 
     def is_bit_equal(self, other: Resumption) -> bool:
-        """Whether every loss and the end state are the same to the bit."""
-        mine = (self.at_once, self.training, self.validation, self.digest)
-        return mine == (other.at_once, other.training, other.validation, other.digest)
+        """Return whether all losses and the final states of two resumptions are bit-equal."""
+        numbers = (self.at_once, self.training, self.validation, self.digest)
+        return numbers == (other.at_once, other.training, other.validation, other.digest)
 
 
 def resume(state: State, settings: Settings, data: tuple[Tensor, Tensor], n_threads: int) -> Resumption:
-    """Train on from `state` in a fresh model and optimizer."""
+    """Load `state` into a new model and optimizer, and continue training.
+
+    Args:
+        state: a training state.
+        settings: model and number of steps.
+        data: training bytes and validation bytes, uint8 [n].
+        n_threads: number of torch threads.
+    """
     train, held_out = data
     training, validation = [], []
     with threads(n_threads):
@@ -179,7 +186,7 @@ def resume(state: State, settings: Settings, data: tuple[Tensor, Tensor], n_thre
 
 @contextlib.contextmanager
 def threads(n_threads: int) -> Iterator[None]:
-    """Run torch's kernels on `n_threads` inside the block."""
+    """Set the number of torch threads within a `with` block."""
     before = torch.get_num_threads()
     torch.set_num_threads(n_threads)
     try:
@@ -189,22 +196,22 @@ def threads(n_threads: int) -> Iterator[None]:
 
 
 def raw_bytes(tensor: Tensor) -> bytes:
-    """A tensor's bits, so that -0.0 and NaN compare as what they are."""
+    """Return the bytes of a tensor, by which -0.0 differs from 0.0, and NaN equals the same NaN."""
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def digest(state: State) -> str:
-    """SHA-256 over all names and bits."""
+    """Return the SHA-256 of all names and bytes of a state, in hexadecimal digits."""
     total = hashlib.sha256()
     for name, tensor in sorted(state.items()):
         total.update(name.encode() + raw_bytes(tensor))
     return total.hexdigest()
 
 
-def is_same_state(one: State, other: State) -> bool:
-    """Whether two states agree in names, dtypes, shapes and every bit."""
-    return one.keys() == other.keys() and all(
-        (one[n].dtype, one[n].shape) == (other[n].dtype, other[n].shape)
-        and raw_bytes(one[n]) == raw_bytes(other[n])
-        for n in one
+def is_same_state(a: State, b: State) -> bool:
+    """Return whether two states have the same names, dtypes, shapes and bits."""
+    return a.keys() == b.keys() and all(
+        (a[name].dtype, a[name].shape) == (b[name].dtype, b[name].shape)
+        and raw_bytes(a[name]) == raw_bytes(b[name])
+        for name in a
     )
