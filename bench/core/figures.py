@@ -106,14 +106,14 @@ def faults() -> Iterator[str]:
                 yield f"{name}: {figure} has no row in bench/figures.csv; add one, or leave the figure out"
     for row in rows:
         if row["figure"] not in printed.get(row["page"], ()):
-            yield f"{row['page']}: {row['figure']} is in bench/figures.csv, but not on the page"
+            yield f"{row['page']}: {row['figure']} is in bench/figures.csv and not on the page"
         yield from (f"{row['page']}: {row['figure']} {fault}" for fault in faults_of(row))
 
 
 def faults_of(row: Mapping[str, str]) -> Iterator[str]:
     """Yield a message for each error in the source of one figure: no such table or cell, or another value."""
     if not row["measured on"]:
-        yield "has no text in the column 'measured on' of bench/figures.csv"
+        yield "has no entry in bench/figures.csv of what it was measured on"
     if row["table"] == "setting":
         return
     try:
