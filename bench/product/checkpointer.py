@@ -1,11 +1,11 @@
-"""Checkpoints beside training: how long a save stops the loop, and what its writer costs.
+"""Seconds that a save blocks a training loop, and that its background writer adds to the steps.
 
     python -m bench.product.checkpointer [--rounds N] [--small]
 
-A transformer trained on the CPU with AdamW, 0.2 GB of weights and moments, a save every few
-steps; the same loop with torch.save, with `torch.distributed.checkpoint.async_save` and with
-`ckptz.Checkpointer`, each in a process of its own, round after round. A method's total is that of all steps
-and the wait for its last save. ckptz syncs its files to the disk and keeps two steps; the others do neither.
+A transformer is trained on the CPU with AdamW (0.2 GB of weights and moments) and saved every few steps. The
+same loop runs with torch.save, with `torch.distributed.checkpoint.async_save` and with `ckptz.Checkpointer`,
+each in a separate process, round after round. The total of a method includes all steps and the wait for its
+last save. ckptz syncs its files to the disk and keeps two steps; the other methods do neither.
 """
 
 from __future__ import annotations
@@ -42,7 +42,16 @@ N_STEPS, SAVE_EVERY = 90, 30
 
 @dataclass(frozen=True)
 class Loop:
-    """What one process measured, in seconds; `beside` are the steps during which a writer was busy."""
+    """Measurements of one process.
+
+    Attributes:
+        alone: seconds of each step during which no writer was busy.
+        beside: seconds of each step during which a background writer was busy.
+        stalls: seconds that each save blocked the loop.
+        total: seconds of all steps and saves, including the wait for the last save.
+        state_bytes: bytes of the weights and both moments.
+        stored_bytes: bytes of all files at the end.
+    """
 
     alone: list[float]
     beside: list[float]
@@ -53,7 +62,7 @@ class Loop:
 
 
 class Language(nn.Module):
-    """A small transformer on random tokens: what counts is how long its steps take."""
+    """A small transformer on random tokens; only the duration of its steps matters."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -67,7 +76,7 @@ class Language(nn.Module):
 
 
 class Saver:
-    """A method as the loop sees it."""
+    """Saves the state of a training loop with one of the methods."""
 
     def __init__(self, method: str, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._folder, self._model, self._optimizer = folder, model, optimizer
@@ -92,20 +101,20 @@ class Saver:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a writer runs beside training."""
+        """Whether a background writer is running."""
         running = self._ckptz._writer._running
         is_writing = running is not None and not running.is_done
         return is_writing or (self._future is not None and not self._future.done())
 
     def wait(self) -> None:
-        """Until nothing is being written."""
+        """Wait until nothing is being written."""
         if self._future is not None:
             self._future.result()
         self._ckptz.wait()
 
 
 def train(method: str, folder: Path, width: int, n_steps: int, save_every: int) -> Loop:
-    """Train, save, and measure."""
+    """Train and save with one method, and return the measurements."""
     torch.manual_seed(0)
     model = Language(width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -118,7 +127,7 @@ def train(method: str, folder: Path, width: int, n_steps: int, save_every: int) 
         loss.backward()
         optimizer.step()
 
-    # The first save makes buffers and compiles nothing that the second does not have.
+    # The first save allocates buffers and compiles kernels; it is not measured.
     one_step()
     saver.save(0)
     saver.wait()
@@ -140,38 +149,38 @@ def train(method: str, folder: Path, width: int, n_steps: int, save_every: int) 
 
 
 def in_process(*arguments: object) -> Any:
-    """The JSON that this module prints when it is run with these arguments."""
+    """Run this module with `arguments` in a new process, and return the JSON that it prints."""
     command = [sys.executable, "-m", "bench.product.checkpointer", *map(str, arguments)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    process = subprocess.run(command, check=True, capture_output=True, text=True)
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def stall_rows(rounds: int, small: bool) -> list[Row]:
-    """All methods, round after round, each time in another order."""
+    """Run all methods in each round, in rotating order, and return a row for each method."""
     sizes = (64, 12, 4) if small else (WIDTH, N_STEPS, SAVE_EVERY)
     loops: dict[str, list[Loop]] = {method: [] for method in METHODS}
     for i in range(rounds):
         for method in METHODS[i % len(METHODS) :] + METHODS[: i % len(METHODS)]:
             with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-                found = in_process("--loop", method, "--folder", folder, "--sizes", *sizes)
-            loops[method].append(Loop(**found))
+                measurements = in_process("--loop", method, "--folder", folder, "--sizes", *sizes)
+            loops[method].append(Loop(**measurements))
     best_stall = min(median_stall(loops[m]) for m in ("torch.save", "dcp.async_save"))
     best_total = min(median_total(loops[m]) for m in ("torch.save", "dcp.async_save"))
     return [stall_row(method, loops[method], best_stall, best_total) for method in METHODS]
 
 
 def median_stall(loops: list[Loop]) -> float:
-    """Seconds that a save stops the loop."""
+    """Return the median seconds that a save blocks the loop."""
     return statistics.median([stall for loop in loops for stall in loop.stalls])
 
 
 def median_total(loops: list[Loop]) -> float:
-    """Seconds of all steps and the last wait."""
+    """Return the median total seconds of a loop."""
     return statistics.median([loop.total for loop in loops])
 
 
 def stall_row(method: str, loops: list[Loop], best_stall: float, best_total: float) -> Row:
-    """One method's line of the table."""
+    """Build the row of one method."""
     alone = [second for loop in loops for second in loop.alone]
     beside = [second for loop in loops for second in loop.beside] or alone
     stall, total = median_stall(loops), median_total(loops)
@@ -191,15 +200,17 @@ def stall_row(method: str, loops: list[Loop], best_stall: float, best_total: flo
 
 
 def percentile(values: list[float], share: float) -> float:
-    """The value with this share of all at or below it."""
+    """Return the value below which `share` of all values lie."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 def main() -> int:
-    """Command line; exits with 1 if a target was missed."""
+    """Run the command line; return 1 if a target was missed."""
     parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--small", action="store_true", help="sizes that say nothing; writes no results")
+    parser.add_argument(
+        "--small", action="store_true", help="tiny sizes, to check that everything runs; writes no results"
+    )
     for name in ("--loop", "--folder"):
         parser.add_argument(name, help=argparse.SUPPRESS)
     parser.add_argument("--sizes", type=int, nargs=3, help=argparse.SUPPRESS)

@@ -1,14 +1,14 @@
-"""Disk of a run where old checkpoints are deleted: plain files, ckptz by default, ckptz without deltas.
+"""Disk usage of runs that delete old checkpoints: plain files, ckptz with defaults, ckptz without deltas.
 
     python -m bench.product.disk [--saves N]
 
-A GPT of 0.9 M parameters is trained with AdamW, a save at every step: by the Hugging Face Trainer with
-`save_total_limit=2`, by Lightning with `save_top_k=1` or the five of least loss, by accelerate with
-`total_limit=2`, and with the `Checkpointer` and `last=5` or `last=1`, without loss, and with grids and the
-newest step exact. *Most* is the largest sum of all files at any moment, unfinished ones included, looked at
-every 10 ms; *end* is what is there after the last save, and so between any two. Hard links count once.
-Lightning's names tell the step, so that with `save_top_k=1` each save deletes the file before. accelerate
-writes optimizers itself, in full.
+A GPT of 0.9 M parameters is trained with AdamW and saved at every step: by the Hugging Face Trainer with
+`save_total_limit=2`, by Lightning with `save_top_k=1` or the five checkpoints of least loss, by accelerate
+with `total_limit=2`, and by the `Checkpointer` with `last=5` or `last=1`, lossless, or with the grid method
+and an exact newest step. *Most* is the largest total of all files at any moment, including unfinished files,
+sampled every 10 ms. *End* is the total after the last save, and so between any two saves. Hard links count
+once. Lightning's file names contain the step, so with `save_top_k=1` each save deletes the previous file.
+accelerate itself writes optimizers, in full.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ Run = Callable[[Path, int, int | None], None]  # a folder, saves, `full_every`; 
 
 
 class CkptzTrainer(CkptzTrainerMixin, transformers.Trainer):  # type: ignore[misc]
-    """What users write."""
+    """The subclass that users define."""
 
 
 def with_trainer(folder: Path, n_saves: int, full_every: int | None) -> None:
-    """The Trainer, the newest two checkpoints kept."""
+    """Train with the Hugging Face Trainer, which keeps the newest two checkpoints."""
     config = transformers.GPT2Config(
         vocab_size=256, n_positions=LENGTH, n_embd=SHAPE.width, n_layer=SHAPE.n_layers, n_head=SHAPE.n_heads
     )
@@ -75,25 +75,25 @@ def with_trainer(folder: Path, n_saves: int, full_every: int | None) -> None:
 
 
 class Module(lightning.LightningModule):  # type: ignore[misc]
-    """The GPT as Lightning trains it."""
+    """The GPT as a Lightning module."""
 
     def __init__(self) -> None:
         super().__init__()
         self.model = TinyGPT(SHAPE)
 
     def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
-        """Loss of a batch."""
+        """Return the loss of a batch."""
         loss = loss_of(self.model, batch)
         self.log("loss", loss)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW."""
+        """Create AdamW."""
         return torch.optim.AdamW(self.parameters(), 1e-3)
 
 
-def with_lightning(**kept: Any) -> Run:
-    """Lightning, with what `ModelCheckpoint` takes."""
+def with_lightning(**options: Any) -> Run:
+    """Return a run by Lightning with the arguments of `ModelCheckpoint`."""
 
     def run(folder: Path, n_saves: int, full_every: int | None) -> None:
         data = read_corpus()[0][: 1024 * LENGTH].long().view(-1, LENGTH)
@@ -104,7 +104,7 @@ def with_lightning(**kept: Any) -> Run:
             enable_progress_bar=False,
             enable_model_summary=False,
             plugins=[] if full_every is None else [CkptzIO(full_every=full_every)],
-            callbacks=[ModelCheckpoint(folder, every_n_train_steps=1, **kept)],
+            callbacks=[ModelCheckpoint(folder, every_n_train_steps=1, **options)],
         )
         trainer.fit(Module(), torch.utils.data.DataLoader(data, BATCH))
 
@@ -112,7 +112,7 @@ def with_lightning(**kept: Any) -> Run:
 
 
 def with_accelerate(**options: Any) -> Run:
-    """accelerate, the newest two folders kept."""
+    """Return a run by accelerate, which keeps the newest two folders; `options` are those of ChainOptions."""
 
     def run(folder: Path, n_saves: int, full_every: int | None) -> None:
         project = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=2)
@@ -132,7 +132,7 @@ def with_accelerate(**options: Any) -> Run:
 
 
 def with_checkpointer(last: int, **options: Any) -> Run:
-    """A loop of one's own, so many steps kept; plain files are those of torch.save."""
+    """Return a run by a plain loop that keeps the last steps; its plain files are written by torch.save."""
 
     def run(folder: Path, n_saves: int, full_every: int | None) -> None:
         model = TinyGPT(SHAPE)
@@ -176,20 +176,20 @@ RUNS: Final[dict[str, Run]] = {
 
 
 def on_disk(folder: Path) -> int:
-    """Bytes of all files below a folder, hard links once."""
+    """Return the bytes of all files below a folder; hard links count once."""
     sizes = {}
     for root, _, names in os.walk(folder):
         for name in names:
             try:
-                found = os.stat(os.path.join(root, name))
+                status = os.stat(os.path.join(root, name))
             except FileNotFoundError:
                 continue
-            sizes[found.st_ino] = found.st_size
+            sizes[status.st_ino] = status.st_size
     return sum(sizes.values())
 
 
 def measured(run: Run, n_saves: int, full_every: int | None) -> tuple[int, int]:
-    """(most bytes at any moment, bytes at the end) of a run."""
+    """Return (most bytes at any moment, bytes at the end) of a run."""
     torch.manual_seed(0)
     most, is_done = [0], threading.Event()
     with tempfile.TemporaryDirectory() as name:
@@ -211,7 +211,7 @@ def measured(run: Run, n_saves: int, full_every: int | None) -> tuple[int, int]:
 
 
 def main() -> None:
-    """Run all ways and write the table."""
+    """Measure all runs and write the table."""
     parser = parser_of(__doc__)
     parser.add_argument("--saves", type=int, default=16)
     n_saves = parser.parse_args().saves

@@ -1,10 +1,11 @@
-"""Size saved and time spent by each part of `effort`; the choice of `effort="default"` rests on this table.
+"""Bytes saved and CPU seconds spent by each part of `effort`; `effort="default"` was chosen by these tables.
 
     python -m bench.product.effort [--rounds N] [--only files|coders|held-out]
 
-One thread, CPU seconds, best of N rounds in turn. Weights are those of bench.product.lossless, and deltas
-of its training run. The default has what saves 1 % of a file, and Huffman for at most 1 % more of a stream.
-The part held-out reads the training states that `make demo` leaves, on which no effort was chosen.
+One thread, CPU seconds, best of N interleaved rounds. The inputs are the weights of bench.product.lossless
+and deltas of its training run. A part is in the default if it saves 1 % of a file, and Huffman coding is used
+if a stream grows by at most 1 %. The held-out part reads the training states that `make demo` writes, which
+were not used to choose an effort.
 """
 
 from __future__ import annotations
@@ -62,11 +63,11 @@ EFFORTS: Final[dict[str, Effort]] = {
 
 
 def written(tensors: Tensors, bases: Tensors | None, effort: Effort) -> memoryview:
-    """A file, or a delta if there are bases."""
+    """Write a file, as a delta if `bases` are passed, and return its bytes."""
     sink = codecs.Memory(n_bytes(tensors) + codecs.HEADERS * (len(tensors) + 16))
     ref = BaseRef(codecs.BASE_ID, "base.ckptz", 1) if bases is not None else None
     job = WriteJob(tensors=tensors, base=ref, bases=bases or {})
-    # A job names one of three efforts, so others are put in their place.
+    # A job names one of three efforts, so any other effort is patched in.
     with (
         prepared(job) as ready,
         Workers(1) as workers,
@@ -77,24 +78,24 @@ def written(tensors: Tensors, bases: Tensors | None, effort: Effort) -> memoryvi
 
 
 def files() -> dict[str, tuple[Tensors, Tensors | None]]:
-    """Tensors to write, and their bases."""
+    """Return the tensors to write, and their bases, by the name of the file."""
     fp32 = read_tensors(model_path(), "F32")
-    found: dict[str, tuple[Tensors, Tensors | None]] = {"weights, bf16": (as_bf16(fp32), None)}
-    found["weights, fp32"] = fp32, None
+    inputs: dict[str, tuple[Tensors, Tensors | None]] = {"weights, bf16": (as_bf16(fp32), None)}
+    inputs["weights, fp32"] = fp32, None
     pairs = run_pairs()
     for name in ("training 0350 to 0420", "fine-tune 000 to 015"):
         _, base, current = next(pair for pair in pairs if pair[0] == name)
-        found[f"delta, {name}"] = read_tensors(current, "BF16"), read_tensors(base, "BF16")
-    return found
+        inputs[f"delta, {name}"] = read_tensors(current, "BF16"), read_tensors(base, "BF16")
+    return inputs
 
 
 def rows_of(
     file: str, tensors: Tensors, bases: Tensors | None, efforts: Iterable[str], rounds: int
 ) -> list[Row]:
-    """Sizes and times of one file by each effort."""
+    """Measure size, write and read of one file with each effort."""
     outputs, cases, raw = codecs.outputs_for(tensors), dict[str, Callable[[], float]](), n_bytes(tensors)
     chosen = {name: EFFORTS[name] for name in efforts}
-    made = {name: memoryview(bytearray(written(tensors, bases, e))) for name, e in chosen.items()}
+    encoded = {name: memoryview(bytearray(written(tensors, bases, e))) for name, e in chosen.items()}
 
     def write(effort: Effort) -> float:
         return cpu_seconds(lambda: written(tensors, bases, effort))[1]
@@ -104,7 +105,7 @@ def rows_of(
 
     for name, effort in chosen.items():
         cases[f"{name} write"] = partial(write, effort)
-        cases[f"{name} read"] = partial(read, made[name])
+        cases[f"{name} read"] = partial(read, encoded[name])
     timings = interleave(cases, rounds)
     assert codecs.equal(tensors, outputs)
     best = {name: timing.best for name, timing in timings.items()}
@@ -112,8 +113,8 @@ def rows_of(
         {
             "file": file,
             "effort": name,
-            "of raw": f"{len(made[name]) / raw:.4f}",
-            "of default": f"{len(made[name]) / len(made['default']):.4f}",
+            "of raw": f"{len(encoded[name]) / raw:.4f}",
+            "of default": f"{len(encoded[name]) / len(encoded['default']):.4f}",
             "write, CPU of default": f"{best[f'{name} write'] / best['default write']:.2f}",
             "read, CPU of default": f"{best[f'{name} read'] / best['default read']:.2f}",
             "write, MB/CPU s": f"{raw / best[f'{name} write'] / 1e6:.0f}",
@@ -124,7 +125,7 @@ def rows_of(
 
 
 def held_out_files() -> dict[str, tuple[Tensors, Tensors | None]]:
-    """Read two training states of the demo, fp32 weights and both moments of Adam, and cast them to bf16."""
+    """Read two training states of the demo (fp32 weights and both moments of Adam), and cast them to bf16."""
     states = [read_tensors(DEMO / f"step-{step:04d}.safetensors", "F32") for step in (200, 240)]
     narrow = [as_bf16(state) for state in states]
     return {
@@ -138,7 +139,7 @@ def held_out_files() -> dict[str, tuple[Tensors, Tensors | None]]:
 def file_rows(
     name: str, inputs: Mapping[str, tuple[Tensors, Tensors | None]], efforts: Iterable[str], rounds: int
 ) -> None:
-    """Write the table of sizes and times of files by each effort."""
+    """Measure all files with each effort, and write the table."""
     rows = [
         row
         for file, (tensors, bases) in inputs.items()
@@ -151,14 +152,14 @@ def file_rows(
 
 
 def exponents() -> list[NDArray[np.uint8]]:
-    """Exponents of the bf16 weights, in chunks."""
+    """Return the first eight chunks of exponents of the bf16 weights."""
     flat = concatenated(as_bf16(read_tensors(model_path(), "F32")))
     codes = (flat >> np.uint16(7)).astype(np.uint8)
     return [codes[i : i + CHUNK_VALUES] for i in range(0, len(codes) - CHUNK_VALUES, CHUNK_VALUES)][:8]
 
 
 def coder_rows(rounds: int) -> None:
-    """Nanoseconds a code of the two coders with the tables that a stream has, and bits with them."""
+    """Measure nanoseconds and bits per code of both entropy coders, with tables fitted to each stream."""
     compiled()
     chunks = exponents()
     counts = np.array([compiled().histogram(chunk) for chunk in chunks])
@@ -174,9 +175,9 @@ def coder_rows(rounds: int) -> None:
     packed, n_bytes = [pack_lengths(row) for row in lengths], (counts * lengths).sum(axis=1) // 8 + 4
 
     def huffman(k: int) -> Any:
-        own = slice(k, k + 1)
+        stream = slice(k, k + 1)
         return encode_huffman_streams(
-            chunks[k], np.array([CHUNK_VALUES]), lengths[own], n_bytes[own], packed[own]
+            chunks[k], np.array([CHUNK_VALUES]), lengths[stream], n_bytes[stream], packed[stream]
         )[0]
 
     def rans(k: int) -> Any:
@@ -186,7 +187,7 @@ def coder_rows(rounds: int) -> None:
         name: [memoryview(bytearray(encode(k))) for k in range(len(chunks))]
         for name, encode in (("rANS, 32 lanes", rans), ("Huffman", huffman))
     }
-    each: dict[str, Callable[[int], object]] = {
+    coders: dict[str, Callable[[int], object]] = {
         "rANS, 32 lanes encode": rans,
         "rANS, 32 lanes decode": lambda k: decode_rans(
             ByteReader(streams["rANS, 32 lanes"][k]), segments[k], out
@@ -197,7 +198,7 @@ def coder_rows(rounds: int) -> None:
     }
     cases = {
         name: (lambda f=f: cpu_seconds(lambda: [f(k) for k in range(len(chunks))])[1])
-        for name, f in each.items()
+        for name, f in coders.items()
     }
     timings, n = interleave(cases, rounds), len(chunks) * CHUNK_VALUES
     rows: list[Row] = [
@@ -211,17 +212,17 @@ def coder_rows(rounds: int) -> None:
     ]
     rows.append({"coder": "entropy", "bits a code": f"{entropy_bits(counts) / n:.3f}"})
     for bits in BLOCKS:
-        own = np.concatenate(
+        block_counts = np.concatenate(
             [[np.bincount(p, minlength=256) for p in chunk.reshape(-1, 1 << bits)] for chunk in chunks]
         )
-        lengths = cpu().huffman_lengths(own)
-        n_bits = (own * lengths).sum() + 8 * sum(len(pack_lengths(row)) + 12 for row in lengths)
+        lengths = cpu().huffman_lengths(block_counts)
+        n_bits = (block_counts * lengths).sum() + 8 * sum(len(pack_lengths(row)) + 12 for row in lengths)
         rows.append({"coder": f"Huffman, a table each 2^{bits} codes", "bits a code": f"{n_bits / n:.3f}"})
     save_rows("effort_coders", rows)
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=7, help="timed rounds (default 7)")
     parser.add_argument("--only", choices=("files", "coders", "held-out"), help="one part")

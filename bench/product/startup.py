@@ -1,13 +1,13 @@
-"""The first minute and the usual one: what commands take where nothing is compiled, and where all is.
+"""CPU seconds of commands with an empty kernel cache (cold) and with compiled kernels (warm).
 
     python -m bench.product.startup [--rounds N]
 
-CPU seconds, user and system, of the process and its children, one thread, median of N rounds (default 3), on
-40 MB of fp32 in ten tensors and on a checkpoint that moved a little since. Cold: numba's cache is a new,
-empty folder each time. Warm: the commands have run before. Beside each stands its ratio to the CPU seconds of
-`import torch`, the median of the same run, which says how fast the machine was. `start-up` has seconds of
-processes that compile nothing, and what they load. One more cold compress counts the functions that numba
-compiles, its own among them.
+Seconds are user and system time of the process and its children on one thread, median of N rounds (default
+3), for 40 MB of fp32 in ten tensors and a slightly changed copy. Cold: numba's cache is a new, empty folder.
+Warm: the commands have run before. The ratio to the CPU seconds of `import torch` (median of the same run)
+allows comparing machines. A second table has the wall-clock seconds of processes that compile nothing, and
+the modules that they load. A further cold compress counts all functions that numba compiles, including
+functions of numba itself.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_FUNCTIONS: Final = 35
 
 CKPTZ: Final = (sys.executable, "-m", "ckptz")
 TORCH: Final = "import torch"
-# What is measured: words of the command, CPU seconds at most where nothing is compiled, and where all is.
+# By case: the command, and the limits of CPU seconds cold and warm.
 CASES: Final[Mapping[str, tuple[str, float, float | None]]] = {
     "compress": ("compress {old} -o {out}/old.ckptz", 5.0, 1.0),
     "restore": ("restore {out}/old.ckptz -o {out}/old.safetensors", 2.5, 0.6),
@@ -60,7 +60,7 @@ except SystemExit:
     pass
 """
 
-# Compiling a function ends with the pass that makes machine code of it.
+# Counts the runs of the last compiler pass, which generates machine code, once for each compiled function.
 COUNT: Final = """
 import sys
 from numba.core import event
@@ -93,7 +93,7 @@ def _run(arguments: Sequence[str], **environment: str) -> str:
 
 
 def cpu_seconds(words: Sequence[str], kernels: Path) -> float:
-    """CPU seconds of a process and its children, whose kernels are kept in a folder."""
+    """Run a process and return its CPU seconds, including its children; `kernels` is numba's cache folder."""
     environment = os.environ | {"NUMBA_CACHE_DIR": str(kernels), "OMP_NUM_THREADS": "1"}
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     process = subprocess.Popen(words, env=environment, cwd=BENCH.parent, **quiet)
@@ -110,30 +110,30 @@ def _loaded(code: str) -> list[str]:
 
 
 def start_rows(runs: int) -> list[Row]:
-    """Seconds of processes that compile nothing."""
+    """Measure the wall-clock seconds of processes that compile nothing, and list what they import."""
     words = {"python -c pass": ["-c", "pass"], "python -c 'import ckptz'": ["-c", "import ckptz"]}
     words["ckptz --help"] = ["-m", "ckptz", "--help"]
     loaded = {"python -c 'import ckptz'": _loaded("import ckptz"), "ckptz --help": _loaded(HELP)}
     cases = {name: lambda line=line: timed(lambda: _run(line)) for name, line in words.items()}
     rows = []
     for name, timing in interleave(cases, runs).items():
-        found = loaded.get(name)
-        passed = found == [] and timing.median < WARM_LIMIT
+        modules = loaded.get(name)
+        passed = modules == [] and timing.median < WARM_LIMIT
         rows.append(
             {
                 "what": name,
                 "median s": f"{timing.median:.3f}",
                 "best s": f"{timing.best:.3f}",
-                "torch or numba loaded": None if found is None else ", ".join(found) or "no",
-                "target": None if found is None else f"< {WARM_LIMIT} s, neither",
-                "verdict": None if found is None else verdict(passed),
+                "torch or numba loaded": None if modules is None else ", ".join(modules) or "no",
+                "target": None if modules is None else f"< {WARM_LIMIT} s, neither",
+                "verdict": None if modules is None else verdict(passed),
             }
         )
     return rows
 
 
 def write_checkpoints(folder: Path) -> dict[str, str]:
-    """Write 40 MB of fp32 twice, the second time moved a little; gives what commands name."""
+    """Write 40 MB of fp32 and a slightly changed copy; return the paths by their names in `CASES`."""
     rng = np.random.default_rng(0)
     old = {f"layers.{i}.weight": rng.normal(0, 0.02, (1000, 1000)).astype(np.float32) for i in range(10)}
     moves = {name: rng.normal(0, 1e-4, w.shape) * (rng.random(w.shape) < 0.9) for name, w in old.items()}
@@ -151,36 +151,36 @@ def _words(line: str, names: Mapping[str, str]) -> list[str]:
 
 
 def first_rows(rounds: int) -> list[Row]:
-    """CPU seconds of commands, cold and warm, and how many functions a cold compress compiles."""
+    """Measure the CPU seconds of commands, cold and warm, and count the functions of a cold compress."""
     with tempfile.TemporaryDirectory(prefix="ckptz-first-") as name:
         folder = Path(name)
-        names, kept = write_checkpoints(folder), folder / "kept"
+        names, warm = write_checkpoints(folder), folder / "warm"
         lines = {case: _words(line, names) for case, (line, *_) in CASES.items()}
         limits = {f"{case}, cold": limit for case, (_, limit, _) in CASES.items()}
         limits |= {f"{case}, warm": limit for case, (*_, limit) in CASES.items() if limit is not None}
         limits["warm-up, cold"] = WARM_UP_LIMIT
-        found: dict[str, list[float]] = {what: [] for what in (TORCH, *limits)}
-        for line in lines.values():  # what restores and deltas read, and the kernels of warm commands
-            cpu_seconds(line, kept)
+        seconds: dict[str, list[float]] = {case: [] for case in (TORCH, *limits)}
+        for line in lines.values():  # writes the inputs of restore and delta, and the kernels of warm runs
+            cpu_seconds(line, warm)
         for i in range(rounds):
-            found[TORCH].append(cpu_seconds([sys.executable, "-c", TORCH], kept))
-            for what in limits:
-                case, kind = what.split(", ")
-                line = lines.get(case, [*CKPTZ, "warm-up", "-q", "--jobs", "1"])
-                kernels = kept if kind == "warm" else folder / f"{case}-{i}"
-                found[what].append(cpu_seconds(line, kernels))
+            seconds[TORCH].append(cpu_seconds([sys.executable, "-c", TORCH], warm))
+            for case in limits:
+                command, kind = case.split(", ")
+                line = lines.get(command, [*CKPTZ, "warm-up", "-q", "--jobs", "1"])
+                kernels = warm if kind == "warm" else folder / f"{command}-{i}"
+                seconds[case].append(cpu_seconds(line, kernels))
         line = ["-c", COUNT, *lines["compress"][len(CKPTZ) :]]
         n_functions = int(_run(line, NUMBA_CACHE_DIR=str(folder / "count")))
-    medians = {what: statistics.median(seconds) for what, seconds in found.items()}
+    medians = {case: statistics.median(values) for case, values in seconds.items()}
     rows: list[Row] = [
         {
-            "what": what,
+            "what": case,
             "CPU s": f"{median:.2f}",
             "x import torch": f"{median / medians[TORCH]:.2f}",
-            "target": f"<= {limits[what]:g} s" if what in limits else None,
-            "verdict": verdict(median <= limits[what]) if what in limits else None,
+            "target": f"<= {limits[case]:g} s" if case in limits else None,
+            "verdict": verdict(median <= limits[case]) if case in limits else None,
         }
-        for what, median in medians.items()
+        for case, median in medians.items()
     ]
     return [
         *rows,
@@ -195,11 +195,11 @@ def first_rows(rounds: int) -> list[Row]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="rounds of all commands (default 3)")
     options = parser.parse_args()
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package is compiled
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has compiled bytecode
     rows = first_rows(options.rounds)
     save_rows("startup", rows)
     save_rows("startup_loaded", start_rows(10))

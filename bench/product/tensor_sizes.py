@@ -1,12 +1,12 @@
-"""Speed by the size of tensors: few large ones, those of a small GPT, and 100,000 tiny ones.
+"""Speed by tensor size: few large tensors, the tensors of a small GPT, and 100,000 tiny tensors.
 
     python -m bench.product.tensor_sizes [--rounds N] [--folder DIR]
 
-States of weights and Adam's moments in fp32, made up as in `bench.product.whole_state`: of a transformer's
-matrices of millions of elements, and of the shapes of the demo's GPT. The tiny tensors have 16 values each.
-Files are in a folder in memory, and one thread writes and reads them. Speeds are raw MB for each CPU second
-of the process, so that other programs on the machine count less; each is compared with torch.save and
-torch.load of the same state, for the tiny tensors with safetensors, which run in turn in the same process.
+The states have fp32 weights and both moments of Adam, synthetic as in `bench.product.whole_state`: one has a
+transformer's matrices of millions of elements, one the shapes of the demo's GPT. The tiny tensors have 16
+values each. Files are in a folder in memory; one thread writes and reads them. Speeds are raw MB per CPU
+second of the process, which other programs on the machine affect less. Each is compared with torch.save and
+torch.load of the same state, or with safetensors for the tiny tensors, in turn in the same process.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Cases = dict[str, Callable[[], object]]
 
 
 def cpu_timings(cases: Cases, rounds: int) -> dict[str, Timing]:
-    """CPU seconds of all cases, which run in turn."""
+    """Measure the CPU seconds of all cases in turn."""
 
     def timed(case: Callable[[], object]) -> Callable[[], float]:
         return lambda: cpu_seconds(case)[1]
@@ -46,7 +46,7 @@ def cpu_timings(cases: Cases, rounds: int) -> dict[str, Timing]:
 def rows_of(
     tensors: str, raw: int, sizes: Mapping[str, int], timings: Mapping[str, Timing], peers: tuple[str, str]
 ) -> list[Row]:
-    """One row for each file: how it compares with the peer that writes, and the one that reads."""
+    """Build a row for each file, with its CPU seconds relative to `peers`: a writer and a reader."""
     rows = []
     for file, size in sizes.items():
         save, load = timings[f"{file}, save"], timings[f"{file}, load"]
@@ -65,8 +65,8 @@ def rows_of(
     return rows
 
 
-def of_states(what: str, parameters: Mapping[str, tuple[int, ...]], rounds: int, folder: Path) -> list[Row]:
-    """Rows of a state: full files and deltas, lossless and on the grid."""
+def of_states(name: str, parameters: Mapping[str, tuple[int, ...]], rounds: int, folder: Path) -> list[Row]:
+    """Measure full files and deltas of a state, lossless and with the grid method."""
     before, after = states(parameters)
     raw, plain = sum(tensor.nbytes for tensor in tensors_of(after)), folder / "state.pt"
     torch.save(after, plain)
@@ -75,8 +75,8 @@ def of_states(what: str, parameters: Mapping[str, tuple[int, ...]], rounds: int,
         "torch.load": lambda: torch.load(plain),
     }
     sizes: dict[str, int] = {}
-    for name, config in (("lossless", LOSSLESS), ("grid", Grid())):
-        base, full, delta = (folder / f"{name}-{kind}.ckptz" for kind in ("base", "full", "delta"))
+    for method, config in (("lossless", LOSSLESS), ("grid", Grid())):
+        base, full, delta = (folder / f"{method}-{kind}.ckptz" for kind in ("base", "full", "delta"))
         save_state(before, base, config=config, jobs=1)
         for kind, path, options in (("full file", full, {}), ("delta", delta, {"base": base})):
 
@@ -84,21 +84,21 @@ def of_states(what: str, parameters: Mapping[str, tuple[int, ...]], rounds: int,
                 save_state(after, path, config=config, jobs=1, **options)
 
             save()
-            sizes[f"{name}, {kind}"] = path.stat().st_size
-            cases[f"{name}, {kind}, save"] = save
-            cases[f"{name}, {kind}, load"] = lambda path=path: load_state(path, jobs=1)
-    label = f"{what}: {len(tensors_of(after))} of {raw / 1e6:.0f} MB in all"
+            sizes[f"{method}, {kind}"] = path.stat().st_size
+            cases[f"{method}, {kind}, save"] = save
+            cases[f"{method}, {kind}, load"] = lambda path=path: load_state(path, jobs=1)
+    label = f"{name}: {len(tensors_of(after))} of {raw / 1e6:.0f} MB in all"
     return rows_of(label, raw, sizes, cpu_timings(cases, rounds), ("torch.save", "torch.load"))
 
 
 def of_tiny(rounds: int, folder: Path) -> list[Row]:
-    """The row of tiny tensors: a lossless full file beside safetensors."""
+    """Measure a lossless full file and a safetensors file of tiny tensors."""
     values = np.random.default_rng(0).standard_normal((N_TINY, TINY_VALUES), np.float32)
-    tensors = {f"layers.{i}.scale": own for i, own in enumerate(values)}
-    own, plain = folder / "tiny.ckptz", folder / "tiny.safetensors"
+    tensors = {f"layers.{i}.scale": scale for i, scale in enumerate(values)}
+    compressed, plain = folder / "tiny.ckptz", folder / "tiny.safetensors"
     cases: Cases = {
-        "lossless, full file, save": lambda: ckptz_numpy.save_file(tensors, own, jobs=1),
-        "lossless, full file, load": lambda: ckptz_numpy.load_file(own, jobs=1),
+        "lossless, full file, save": lambda: ckptz_numpy.save_file(tensors, compressed, jobs=1),
+        "lossless, full file, load": lambda: ckptz_numpy.load_file(compressed, jobs=1),
         "safetensors' save": lambda: safetensors.numpy.save_file(tensors, plain),
         "load": lambda: safetensors.numpy.load_file(plain),
     }
@@ -106,12 +106,12 @@ def of_tiny(rounds: int, folder: Path) -> list[Row]:
     label = (
         f"tiny: {N_TINY:,} of {values.nbytes / 1e6:.1f} MB in all, {plain.stat().st_size / 1e6:.1f} MB plain"
     )
-    sizes = {"lossless, full file": own.stat().st_size}
+    sizes = {"lossless, full file": compressed.stat().st_size}
     return rows_of(label, values.nbytes, sizes, timings, ("safetensors' save", "load"))
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="timed rounds (default 3)")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="where files are written")
@@ -119,11 +119,11 @@ def main() -> None:
     torch.set_num_threads(1)
     gpt = {name: tuple(parameter.shape) for name, parameter in TinyGPT().named_parameters()}
     rows: list[Row] = []
-    for what, parameters in (("large", shapes(LARGE)), ("the demo's", gpt)):
-        with tempfile.TemporaryDirectory(dir=options.folder) as place:
-            rows += of_states(what, parameters, options.rounds, Path(place))
-    with tempfile.TemporaryDirectory(dir=options.folder) as place:
-        rows += of_tiny(options.rounds, Path(place))
+    for name, parameters in (("large", shapes(LARGE)), ("the demo's", gpt)):
+        with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
+            rows += of_states(name, parameters, options.rounds, Path(temporary))
+    with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
+        rows += of_tiny(options.rounds, Path(temporary))
     save_rows("tensor_sizes", rows)
     finish("tensor_sizes", machine(), rows)
 

@@ -1,11 +1,11 @@
-"""Weight sync: size and seconds of publishing and applying bf16 weights of which a share has changed.
+"""Weight sync: delta size, and seconds to publish and apply bf16 weights by the share of changed elements.
 
     python -m bench.product.weight_sync [--rounds N]
 
-The weights are random, in the shapes of a transformer. The others work in memory, on the whole model at
-once: XOR with the base, byte planes, zstd -3; and full copies as safetensors files. ckptz counts with
-everything: files, index, checksums, fsync, the check of the base and of the result. Files are in a folder in
-memory (--folder), so that no disk is measured.
+The weights are random, in the shapes of a transformer. ckptz is compared with an in-memory delta of the whole
+model (XOR with the base, byte planes, zstd -3) and with full copies as safetensors files. The seconds of
+ckptz include files, index, checksums, fsync and the checks of the base and of the result. Files are in a
+folder in memory (--folder), so that no disk is measured.
 """
 
 from __future__ import annotations
@@ -52,28 +52,28 @@ Patterns = NDArray[np.uint16]
 
 
 def patterns_of(tensor: torch.Tensor) -> Patterns:
-    """The bit patterns of a bf16 tensor, shared."""
+    """Return the bit patterns of a bf16 tensor as a flat array that shares its memory."""
     return tensor.detach().view(torch.int16).numpy().view(np.uint16).reshape(-1)
 
 
 def concatenated(state: State) -> Patterns:
-    """All bit patterns one after another."""
+    """Concatenate the bit patterns of all tensors."""
     return np.concatenate([patterns_of(tensor) for tensor in state.values()])
 
 
 def cloned(state: State) -> State:
-    """A copy."""
+    """Copy all tensors of a state."""
     return {name: tensor.clone() for name, tensor in state.items()}
 
 
 def require_equal(a: State, b: State) -> None:
-    """Stop where a follower is wrong."""
+    """Raise AssertionError if two states have different bits."""
     if any(not np.array_equal(patterns_of(a[name]), patterns_of(b[name])) for name in b):
-        raise AssertionError("a follower holds other bits than were published")
+        raise AssertionError("the applied weights differ from the published weights")
 
 
 def xor_apply(blobs: list[bytes], live: Patterns) -> None:
-    """Bring `live` up to date in place; no checks."""
+    """Apply the byte planes of an XOR delta to `live` in place, without checks."""
     difference = np.empty((len(live), 2), np.uint8)
     for i, blob in enumerate(blobs):
         difference[:, i] = np.frombuffer(zstandard.ZstdDecompressor().decompress(blob), np.uint8)
@@ -84,7 +84,7 @@ def xor_apply(blobs: list[bytes], live: Patterns) -> None:
 
 
 def a_transformer() -> State:
-    """Random bf16 weights in the shapes of a small language model."""
+    """Draw random bf16 weights in the shapes of a small language model."""
     generator = torch.Generator().manual_seed(0)
     shapes = {"embedding": (VOCABULARY, WIDTH)}
     for i in range(LAYERS):
@@ -97,7 +97,7 @@ def a_transformer() -> State:
 
 
 def changed_copy(state: State, share: float) -> State:
-    """A copy of which a share of the elements is a unit in the last place up or down."""
+    """Copy a state, and change a share of the elements by one unit in the last place, up or down."""
     rng, out = np.random.default_rng(1), cloned(state)
     for tensor in out.values():
         patterns = patterns_of(tensor)
@@ -107,12 +107,12 @@ def changed_copy(state: State, share: float) -> State:
 
 
 def speed_cases(state: State, folder: Path, share: float) -> tuple[dict[str, Callable[[], float]], int]:
-    """What is timed for one share of changed elements, and the size of the delta."""
+    """Publish a delta; return the timed cases for one share of changed elements, and the delta's bytes."""
     after, live, spare = changed_copy(state, share), cloned(state), cloned(state)
     publisher = Publisher(folder, full_every=64, keep_full=1)
     publisher.publish(state, 0)
-    done = publisher.publish(after, 1)
-    delta, plain = folder / done.files[0], folder / "full.safetensors"
+    report = publisher.publish(after, 1)
+    delta, plain = folder / report.files[0], folder / "full.safetensors"
     save_plain(after, plain)
     blobs = xor_encode(concatenated(after), concatenated(state))
     flat = concatenated(state)
@@ -143,11 +143,11 @@ def speed_cases(state: State, folder: Path, share: float) -> tuple[dict[str, Cal
         "ckptz, apply, check stored": lambda: applied(check="stored"),
         "xor+planes+zstd -3, apply": lambda: timed(lambda: xor_apply(blobs, flat)),
         "full copy, load and copy": lambda: timed(reload),
-    }, done.n_bytes
+    }, report.n_bytes
 
 
 def speed_row(share: float, case: str, raw: int, size: int, timings: Mapping[str, Timing]) -> Row:
-    """One case: seconds and how it compares with copying the state in memory."""
+    """Build the row of a case: its seconds, and their ratio to a copy of the state in memory."""
     timing, memcpy = timings[case], timings["memcpy"]
     is_target = case in ("ckptz, apply", "ckptz, apply, 1 thread") and share == 0.01
     of_memcpy = memcpy.median / timing.median
@@ -165,13 +165,13 @@ def speed_row(share: float, case: str, raw: int, size: int, timings: Mapping[str
 
 
 def speed(folder: Path, rounds: int) -> list[Row]:
-    """The table of the larger model."""
-    torch.set_num_threads(1)  # memcpy is that of one thread
+    """Measure all shares of changed elements and write the table."""
+    torch.set_num_threads(1)  # memcpy on one thread
     state, rows = a_transformer(), list[Row]()
     raw = sum(tensor.nbytes for tensor in state.values())
     for share in SHARES:
-        with tempfile.TemporaryDirectory(dir=folder) as place:
-            cases, size = speed_cases(state, Path(place), share)
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+            cases, size = speed_cases(state, Path(temporary), share)
             timings = interleave(cases, rounds)
         rows += [speed_row(share, case, raw, size, timings) for case in cases]
         if share == 0.01:
@@ -190,13 +190,13 @@ def speed(folder: Path, rounds: int) -> list[Row]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=4, help="timed rounds (default 4)")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="where files are written")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=options.folder) as place:
-        rows = speed(Path(place), options.rounds)
+    with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
+        rows = speed(Path(temporary), options.rounds)
     finish("weight_sync", machine(), rows)
 
 

@@ -1,12 +1,13 @@
-"""Whole training states on the grid: speed on one thread as a share of memcpy, and where CPU time goes.
+"""Speed of the grid method on training states: one thread, compared with memcpy, user and system CPU time.
 
     python -m bench.product.whole_state [--weights MILLIONS] [--rounds N] [--folder DIR]
 
-The state is that of a transformer under AdamW, fp32, made up: weights by row, second moments as products of
-rows and columns with noise, first moments by the root of the second. The delta comes a while later in the
-same run: weights have moved by half a grid step, second moments by a third of an octave, first moments are
-others. Files are in a folder in memory; times are those of `save_state` and `load_state` as a whole, with
-planning, checksums and index. Faults are pages that the kernel had to clear, 4 KiB each.
+The state is a synthetic fp32 state of a transformer under AdamW: weights have a scale for each row, second
+moments are products of rows and columns with noise, and first moments are proportional to the root of the
+second. The delta is of a later state, in which weights have moved by half a grid step, second moments by a
+third of an octave, and first moments are drawn anew. Files are in a folder in memory. Times are those of
+complete calls of `save_state` and `load_state`, including planning, checksums and index. Faults are pages of
+4 KiB that the kernel had to clear.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ckptz.torch import load_state, save_state
 
 WIDTH, INNER, VOCABULARY = 1024, 4096, 8192
 SPREAD: Final = 0.02
-MOVED: Final = 0.2  # of the spread, half a grid step
+MOVEMENT: Final = 0.2  # of the spread: half a grid step
 TARGETS: Final = {"delta, encode": 80, "delta, restore": 25}  # times as slow as memcpy
 SYSTEM_TARGET: Final = 0.05  # of the CPU seconds of the delta's encoding
 
@@ -40,25 +41,25 @@ State = dict[str, Any]
 
 
 def shapes(n_weights: int) -> dict[str, tuple[int, ...]]:
-    """Parameters of a transformer with about so many weights."""
-    found: dict[str, tuple[int, ...]] = {"embedding.weight": (VOCABULARY, WIDTH)}
+    """Return the parameter shapes, by name, of a transformer with about `n_weights` weights."""
+    parameters: dict[str, tuple[int, ...]] = {"embedding.weight": (VOCABULARY, WIDTH)}
     n_left, layer = n_weights - VOCABULARY * WIDTH, 0
     while n_left > 0:
-        own = {"attn.qkv.weight": (3 * WIDTH, WIDTH), "attn.out.weight": (WIDTH, WIDTH)}
-        own |= {"up.weight": (INNER, WIDTH), "down.weight": (WIDTH, INNER), "norm.weight": (WIDTH,)}
-        found |= {f"layers.{layer}.{name}": shape for name, shape in own.items()}
-        n_left -= sum(int(np.prod(shape)) for shape in own.values())
+        block = {"attn.qkv.weight": (3 * WIDTH, WIDTH), "attn.out.weight": (WIDTH, WIDTH)}
+        block |= {"up.weight": (INNER, WIDTH), "down.weight": (WIDTH, INNER), "norm.weight": (WIDTH,)}
+        parameters |= {f"layers.{layer}.{name}": shape for name, shape in block.items()}
+        n_left -= sum(int(np.prod(shape)) for shape in block.values())
         layer += 1
-    return found
+    return parameters
 
 
 def normal(rng: np.random.Generator, shape: tuple[int, ...]) -> torch.Tensor:
-    """Standard normal numbers."""
+    """Draw standard normal numbers, float32."""
     return torch.from_numpy(rng.standard_normal(shape, np.float32))
 
 
 def states(parameters: Mapping[str, tuple[int, ...]]) -> tuple[State, State]:
-    """A state of parameters of these shapes, and the same a while later."""
+    """Return two states of parameters of these shapes: one, and a later one of the same run."""
     rng = np.random.default_rng(0)
     before, after = ({"model": {}, "optimizer": {"state": {}}} for _ in range(2))
     for i, (name, shape) in enumerate(parameters.items()):
@@ -68,7 +69,7 @@ def states(parameters: Mapping[str, tuple[int, ...]]) -> tuple[State, State]:
         if len(shape) > 1:
             level = level + normal(rng, (1, *shape[1:]))
         level = level + 1.2 * normal(rng, shape)
-        for state, moved, drift in ((before, 0.0, 0.0), (after, MOVED * SPREAD, 0.33)):
+        for state, moved, drift in ((before, 0.0, 0.0), (after, MOVEMENT * SPREAD, 0.33)):
             state["model"][name] = weight + moved * normal(rng, shape)
             second = torch.exp2(level + drift * normal(rng, shape))
             first = 0.25 * second.sqrt() * normal(rng, shape)
@@ -84,8 +85,9 @@ def states(parameters: Mapping[str, tuple[int, ...]]) -> tuple[State, State]:
 
 
 def tensors_of(state: State) -> list[torch.Tensor]:
-    """All tensors of a state."""
-    moments = [one[key] for one in state["optimizer"]["state"].values() for key in ("exp_avg", "exp_avg_sq")]
+    """Return all weights and moments of a state."""
+    slots = state["optimizer"]["state"].values()
+    moments = [slot[key] for slot in slots for key in ("exp_avg", "exp_avg_sq")]
     return [*state["model"].values(), *moments]
 
 
@@ -93,35 +95,35 @@ def tensors_of(state: State) -> list[torch.Tensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class Used:
-    """What a call took of the machine."""
+class Usage:
+    """CPU time and page faults of one call."""
 
     user: float  # CPU seconds
-    system: float
+    system: float  # CPU seconds
     faults: int  # pages
 
 
 class Meter:
-    """A case, with what each of its calls used."""
+    """A timed case that records the resource usage of each call."""
 
     def __init__(self, work: Callable[[], object]) -> None:
-        self._work, self.calls = work, list[Used]()
+        self._work, self.calls = work, list[Usage]()
 
     def __call__(self) -> float:
         before = resource.getrusage(resource.RUSAGE_SELF)
         seconds = timed(self._work)
         after = resource.getrusage(resource.RUSAGE_SELF)
         faults = after.ru_minflt - before.ru_minflt
-        self.calls.append(Used(after.ru_utime - before.ru_utime, after.ru_stime - before.ru_stime, faults))
+        self.calls.append(Usage(after.ru_utime - before.ru_utime, after.ru_stime - before.ru_stime, faults))
         return seconds
 
     def usual(self, field: str) -> float:
-        """The median of a field, without the call that warmed up."""
+        """Return the median of a field of `Usage` over all calls but the first, which warms up."""
         return statistics.median(getattr(call, field) for call in self.calls[1:])
 
 
 def cases(folder: Path, before: State, after: State) -> dict[str, Meter]:
-    """What is timed, by name."""
+    """Write the base and return the timed cases by name."""
     full, delta, other = folder / "full.ckptz", folder / "delta.ckptz", folder / "other.ckptz"
     sources, copies = tensors_of(after), [torch.zeros_like(tensor) for tensor in tensors_of(after)]
 
@@ -141,7 +143,7 @@ def cases(folder: Path, before: State, after: State) -> dict[str, Meter]:
 
 
 def row(case: str, meters: Mapping[str, Meter], timings: Mapping[str, Timing], raw: int) -> Row:
-    """One case: how it compares with copying the state in memory."""
+    """Build the row of a case: its seconds, and their ratio to a copy of the state in memory."""
     meter, timing, memcpy = meters[case], timings[case], meters["memcpy"]
     target = TARGETS.get(case)
     user, system = meter.usual("user"), meter.usual("system")
@@ -167,7 +169,7 @@ def row(case: str, meters: Mapping[str, Meter], timings: Mapping[str, Timing], r
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = parser_of(__doc__)
     parser.add_argument(
         "--weights", type=float, default=33.0, help="millions of weights (default 33: 400 MB)"
@@ -175,15 +177,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="timed rounds (default 3)")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="where files are written")
     options = parser.parse_args()
-    torch.set_num_threads(1)  # memcpy is that of one thread
+    torch.set_num_threads(1)  # memcpy on one thread
     before, after = states(shapes(int(options.weights * 1e6)))
     raw = sum(tensor.nbytes for tensor in tensors_of(after))
-    with tempfile.TemporaryDirectory(dir=options.folder) as place:
-        meters = cases(Path(place), before, after)
+    with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
+        meters = cases(Path(temporary), before, after)
         timings = interleave(meters, options.rounds)
         sizes = {
-            "full file, encode": (Path(place) / "full.ckptz").stat().st_size,
-            "delta, encode": (Path(place) / "delta.ckptz").stat().st_size,
+            "full file, encode": (Path(temporary) / "full.ckptz").stat().st_size,
+            "delta, encode": (Path(temporary) / "delta.ckptz").stat().st_size,
         }
     rows = []
     for case in meters:
