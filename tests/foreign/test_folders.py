@@ -230,7 +230,7 @@ def test_hostile_names_in_a_record_are_corrupt(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"index_file": "i"}, "needs a file name and a text"),
         ({"index_text": "i"}, "needs a file name and a text"),
@@ -250,9 +250,9 @@ def test_hostile_names_in_a_record_are_corrupt(name: str) -> None:
         ({"shards": (Shard("s.bin", ("a", "b", "c", "d")),)}, "'d' is not in the file"),
     ],
 )
-def test_a_record_that_contradicts_itself_is_corrupt(changed: dict[str, Any], said: str) -> None:
+def test_a_record_that_contradicts_itself_is_corrupt(changed: dict[str, Any], message: str) -> None:
     check_sharding(record(), "abc")
-    with pytest.raises(CorruptionError, match=said):
+    with pytest.raises(CorruptionError, match=message):
         check_sharding(record(**changed), "abc")
 
 
@@ -423,10 +423,10 @@ def test_states_beside_the_model_are_part_of_it(run_folder: Path, tmp_path: Path
     assert set(contents_of(tmp_path / "packed")) == {"model.ckptz", *carried}
     opened = restore(tmp_path / "packed" / "model.ckptz", tmp_path / "restored")
     assert {"a", "b", "c", "empty", "state.0.exp_avg"} == set(opened.tensors)
-    found, wanted = contents_of(tmp_path / "restored"), contents_of(run_folder)
-    assert set(found) == set(wanted)
-    for name in set(wanted) - {"optimizer.pt", "scheduler.pt"}:
-        assert found[name] == wanted[name]
+    restored, expected = contents_of(tmp_path / "restored"), contents_of(run_folder)
+    assert set(restored) == set(expected)
+    for name in set(expected) - {"optimizer.pt", "scheduler.pt"}:
+        assert restored[name] == expected[name]
     for name in ("optimizer.pt", "scheduler.pt"):
         one, other = (torch.load(place / name) for place in (tmp_path / "restored", run_folder))
         assert repr(one) == repr(other)

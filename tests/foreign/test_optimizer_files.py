@@ -135,8 +135,8 @@ def test_inputs_of_a_chain_keep_their_optimizer_state_in_any_order(tmp_path: Pat
     reports = compress(models, tmp_path / "run", chain=True, optimizer=states)
     assert [report.step for report in reports] == [1, 2, 3]
     for report in reports:
-        found = load_file(report.output)
-        assert found["state.0.exp_avg"].unique().tolist() == [10 * found["w"][0, 0].item()]
+        loaded = load_file(report.output)
+        assert loaded["state.0.exp_avg"].unique().tolist() == [10 * loaded["w"][0, 0].item()]
 
 
 def test_files_that_cannot_stand_together_are_refused(tmp_path: Path) -> None:
@@ -191,9 +191,9 @@ def test_numbers_are_joined_through_the_order_of_the_model(tmp_path: Path) -> No
 
 def test_groups_in_another_order_are_joined_by_shapes_that_decide(tmp_path: Path) -> None:
     def grouped(parameters: Any) -> torch.optim.Optimizer:
-        held = list(parameters)
-        matrices = [p for p in held if p.ndim > 1]
-        return torch.optim.AdamW([{"params": [p for p in held if p.ndim == 1]}, {"params": matrices}])
+        tensors = list(parameters)
+        matrices = [p for p in tensors if p.ndim > 1]
+        return torch.optim.AdamW([{"params": [p for p in tensors if p.ndim == 1]}, {"params": matrices}])
 
     net, optimizer = trained(grouped, 3)
     roles, notes = roles_of(saved_together(tmp_path, net, optimizer))
@@ -221,8 +221,8 @@ def test_moments_that_cannot_be_joined_stay_lossless_and_are_named(tmp_path: Pat
     assert any("stay lossless, first 'state." in note for note in report.notes)
     exact, restored = torch.load(optimizer)["state"], load_file(tmp_path / "s.ckptz")
     is_exact = {
-        f"state.{key}.{word}": torch.equal(restored[f"state.{key}.{word}"], held[word])
-        for key, held in exact.items()
+        f"state.{key}.{word}": torch.equal(restored[f"state.{key}.{word}"], values[word])
+        for key, values in exact.items()
         for word in ("exp_avg", "exp_avg_sq")
     }
     # Numbers 4 and 6 are matrices of one shape; the matrix of number 0 has a shape of its own.
@@ -269,7 +269,7 @@ def test_names_of_a_file_say_whose_moments_they_are(tmp_path: Path) -> None:
     exact, restored = torch.load(optimizer)["state"], load_file(tmp_path / "s.ckptz")
     assert all(not torch.equal(restored[f"state.{i}.exp_avg"], exact[i]["exp_avg"]) for i in (0, 4, 6))
 
-    for lines, said in (
+    for lines, message in (
         (names[:-1], r"names\.txt: has 7 names, and the optimizer numbers 8 parameters"),
         ([*names, "more"], "has 9 names, and the optimizer numbers 8"),
         ([*names[:-1], "out.scale"], r"no weight of the checkpoint is called 'out\.scale'"),
@@ -277,7 +277,7 @@ def test_names_of_a_file_say_whose_moments_they_are(tmp_path: Path) -> None:
         ([*names[:-1], names[0]], "names a parameter twice"),
     ):
         listed.write_text("\n".join(lines))
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             compressed(model, optimizer, tmp_path / "no.ckptz", config=Grid(), param_names=listed)
     listed.write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match=r"names\.txt: not a text file in UTF-8"):
@@ -287,15 +287,15 @@ def test_names_of_a_file_say_whose_moments_they_are(tmp_path: Path) -> None:
 
 def test_a_whole_state_read_beside_a_safetensors_model_gives_the_order(tmp_path: Path) -> None:
     net, optimizer = trained(adamw)
-    whole = saved_together(tmp_path, net, optimizer)
+    training_state = saved_together(tmp_path, net, optimizer)
     save_plain(net.state_dict(), tmp_path / "model.safetensors")
     [report] = compress(
         [tmp_path / "model.safetensors"],
         tmp_path / "w.ckptz",
-        moments_from=whole,
+        moments_from=training_state,
         config=Grid(purpose="resume"),
     )
-    [joined] = compress([whole], tmp_path / "s.ckptz", config=Grid())
+    [joined] = compress([training_state], tmp_path / "s.ckptz", config=Grid())
     assert not any("second moment" in note for note in (*report.notes, *joined.notes))
     both, weights = load_file(tmp_path / "s.ckptz"), load_file(tmp_path / "w.ckptz")
     assert torch.equal(both["model.mid.weight"], weights["mid.weight"])
@@ -326,8 +326,8 @@ def test_moments_of_weights_that_are_not_there_stay_lossless(tmp_path: Path) -> 
         tmp_path / "state.safetensors",
     )
     [report] = compress([tmp_path / "state.safetensors"], None, config=Grid())
-    said = "belong to no weight of the checkpoint and stay lossless, first 'optimizer.b.weight.exp_avg_sq'"
-    assert any(said in note for note in report.notes)
+    words = "belong to no weight of the checkpoint and stay lossless, first 'optimizer.b.weight.exp_avg_sq'"
+    assert any(words in note for note in report.notes)
     restored = load_file(tmp_path / "state.ckptz")
     assert torch.equal(restored["optimizer.b.weight.exp_avg_sq"], moment)
     rules = (Rule(name="optimizer.b.*", role="exp_avg_sq"),)
@@ -396,8 +396,8 @@ def test_states_of_other_forms_keep_what_is_no_moment(tmp_path: Path, kind: str,
     [report] = compress([tmp_path / "s.pt"], tmp_path / "lossy.ckptz", config=Grid())
     assert report.n_lossy == 2 + 2 * n_lossy
     restore(report.output, tmp_path / "lossy.pt")
-    for i, found in torch.load(tmp_path / "lossy.pt")["optimizer"]["state"].items():
-        changed = {name for name, value in state[i].items() if not identical(found[name], value)}
+    for i, restored in torch.load(tmp_path / "lossy.pt")["optimizer"]["state"].items():
+        changed = {name for name, value in state[i].items() if not identical(restored[name], value)}
         assert len(changed) == n_lossy
 
 
@@ -405,11 +405,11 @@ def test_what_soap_keeps_does_not_guide_its_weights(tmp_path: Path) -> None:
     """In the Checkpointer too: its second moments are not those of elements of the weight."""
     state = {"exp_avg": torch.zeros(4, 4), "exp_avg_sq": torch.ones(4, 4), "GG": [torch.eye(4)]}
     weights = {"model": {"w": torch.zeros(4, 4)}}
-    whole = {"classes": ["SOAP"], "groups": [], "optimizer": {"w": state}}
-    rest = {"coded": {}, "frozen": None, "versions": {}, "extra_weights": (), "hold": Hold()}
-    assert StepState(state=weights | whole, **rest).roles["optimizer.w.exp_avg_sq"].role == "other"
+    soap = {"classes": ["SOAP"], "groups": [], "optimizer": {"w": state}}
+    fields = {"coded": {}, "frozen": None, "versions": {}, "extra_weights": (), "hold": Hold()}
+    assert StepState(state=weights | soap, **fields).roles["optimizer.w.exp_avg_sq"].role == "other"
     del state["GG"]
-    assert StepState(state=weights | whole, **rest).roles["optimizer.w.exp_avg_sq"].role == "exp_avg_sq"
+    assert StepState(state=weights | soap, **fields).roles["optimizer.w.exp_avg_sq"].role == "exp_avg_sq"
 
 
 # --- training goes on ---------------------------------------------------------------------------
@@ -451,12 +451,12 @@ def test_restored_state_trains_on(tmp_path: Path, name: str) -> None:
     restored = torch.load(tmp_path / "restored.pt")
     losses = []
     for state in (optimizer.state_dict(), restored["optimizer"]):
-        again = Net()
-        again.load_state_dict(net.state_dict())
-        resumed = OPTIMIZERS[name](again.parameters())
-        resumed.load_state_dict(state)
-        losses.append(train(again, resumed, 20, seed=2))
-        assert all(p.isfinite().all() for p in again.parameters())
-    exact, found = (torch.tensor(part) for part in losses)
-    assert torch.equal(exact[0], found[0])
-    assert ((found - exact).abs() / exact).max() < 0.1
+        model = Net()
+        model.load_state_dict(net.state_dict())
+        trained_optimizer = OPTIMIZERS[name](model.parameters())
+        trained_optimizer.load_state_dict(state)
+        losses.append(train(model, trained_optimizer, 20, seed=2))
+        assert all(p.isfinite().all() for p in model.parameters())
+    exact, resumed = (torch.tensor(part) for part in losses)
+    assert torch.equal(exact[0], resumed[0])
+    assert ((resumed - exact).abs() / exact).max() < 0.1

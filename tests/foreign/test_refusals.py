@@ -170,10 +170,10 @@ FILES: dict[str, Refusal] = {
         for name, value in CALLS.items()
     },
     **{
-        f"{form}-{wanted}.pt": (
+        f"{form}-{class_name}.pt": (
             holds(pickled(form, {"weight": [1.5], "args": value})), UnsupportedError,
-            rf"\({wanted}\).*save a plain state_dict")
-        for form in ("zip", "old", "protocol 4", "pickle") for wanted, value in CLASSES.items()
+            rf"\({class_name}\).*save a plain state_dict")
+        for form in ("zip", "old", "protocol 4", "pickle") for class_name, value in CLASSES.items()
     },
     **{
         f"hides-{attribute}-{form}-{n}.pt": (

@@ -99,17 +99,17 @@ def test_a_restore_to_dcp_is_what_torch_loads(run: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("node", "said"),
+    ("node", "message"),
     [
         ({"tuple": [1, {"tensor": "held.1"}]}, "object 'held': contains tensors; load the step with torch"),
         ({"tensor": 1}, "object 'held': tree: "),
     ],
 )
-def test_an_object_that_cannot_be_put_together_is_named(run: Path, node: Any, said: str) -> None:
+def test_an_object_that_cannot_be_put_together_is_named(run: Path, node: Any, message: str) -> None:
     index = read_index(run / "step-60")
     write_index(run / "step-60", replace(index, objects={"held": stored_object("held", node)}))
     failed = ckptz("restore", f"{run}@60", "-o", run / "out.safetensors", fails=True)
-    assert f"{run / 'step-60'}/ckptz-index.json: {said}" in failed.error
+    assert f"{run / 'step-60'}/ckptz-index.json: {message}" in failed.error
 
 
 @pytest.mark.parametrize("path", [(), ("parallel", "inner"), ("parallel",), ("a",) * 2000])

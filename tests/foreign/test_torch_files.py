@@ -78,9 +78,9 @@ def test_a_cut_pickle_that_needs_code_is_damage_or_names_it(form: str, tmp_path:
         path.write_bytes(pickle.dumps(state))
     else:
         torch.save(state, path, _use_new_zipfile_serialization=False)
-    whole = path.read_bytes()
-    for n in range(len(whole) - 1):
-        path.write_bytes(whole[:n])
+    content = path.read_bytes()
+    for n in range(len(content) - 1):
+        path.write_bytes(content[:n])
         with pytest.raises((FormatError, UnsupportedError), match=r"run\.pt: "):
             torch_files.read(path)
 
@@ -93,22 +93,22 @@ def small_file(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("step", [37, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_cut_file_is_damaged(small_file: Path, step: int) -> None:
-    whole = small_file.read_bytes()
-    for n in range(0, len(whole), step):
-        small_file.write_bytes(whole[:n])
+    content = small_file.read_bytes()
+    for n in range(0, len(content), step):
+        small_file.write_bytes(content[:n])
         with pytest.raises(FormatError, match=r"small\.pt"):
             torch_files.read(small_file)
 
 
 def test_a_flipped_bit_in_the_pickle_is_damage(small_file: Path) -> None:
-    whole = bytearray(small_file.read_bytes())
-    at = whole.index(b"\x80\x02}")
+    content = bytearray(small_file.read_bytes())
+    at = content.index(b"\x80\x02}")
     for i in range(at, at + 150):
-        whole[i] ^= 4
-        small_file.write_bytes(whole)
+        content[i] ^= 4
+        small_file.write_bytes(content)
         with pytest.raises(FormatError):
             torch_files.read(small_file)
-        whole[i] ^= 4
+        content[i] ^= 4
 
 
 def test_a_tree_that_does_not_fit_its_tensors_is_corrupt(tmp_path: Path) -> None:
@@ -134,8 +134,8 @@ def test_a_tree_that_does_not_fit_its_tensors_is_corrupt(tmp_path: Path) -> None
         (view(shape=[(1 << 62), (1 << 62)], strides=[0, 0]), "in storage 0"),
         (view(dtype="int8", requires_grad=True), "only Tensors of floating point"),
     ]
-    for tree, said in bad:
-        with pytest.raises(CorruptionError, match=said):
+    for tree, message in bad:
+        with pytest.raises(CorruptionError, match=message):
             torch_files.write(tmp_path / "out.pt", tensors, tree)
     with pytest.raises(UnsupportedError, match="float77"):
         torch_files.write(tmp_path / "out.pt", tensors, view(dtype="float77"))

@@ -1,4 +1,4 @@
-"""Hostile files: one line and an exit code by cause, or else exactly the right tensors."""
+"""Hostile files: one line of error and an exit code by cause, or exactly the right tensors."""
 
 from pathlib import Path
 from typing import Any
@@ -87,9 +87,9 @@ def test_errors_escape_control_characters(tmp_path: Path) -> None:
 
 
 def test_a_file_that_denies_being_ckptz_is_not_read_as_plain(chain: Chain) -> None:
-    whole = chain.full.read_bytes()
-    changed = whole.replace(b'"ckptz.format":"ckptz"', b'"ckptz.format":"cjptz"')
-    assert changed != whole
+    content = chain.full.read_bytes()
+    changed = content.replace(b'"ckptz.format":"ckptz"', b'"ckptz.format":"cjptz"')
+    assert changed != content
     chain.full.write_bytes(changed)
     with pytest.raises(CkptzError):
         content_of(chain.full)
@@ -106,9 +106,9 @@ def test_a_file_that_denies_being_ckptz_is_not_read_as_plain(chain: Chain) -> No
     ],
 )
 def test_what_a_newer_ckptz_wrote_is_unsupported(old: bytes, new: bytes, chain: Chain) -> None:
-    whole = chain.full.read_bytes()
-    assert old in whole
-    chain.full.write_bytes(whole.replace(old, new))
+    content = chain.full.read_bytes()
+    assert old in content
+    chain.full.write_bytes(content.replace(old, new))
     for verb in ("restore", "verify", "inspect"):
         run = ckptz(verb, chain.full, "--json", fails=True)
         assert run.exit_code == 4
@@ -132,7 +132,7 @@ def test_a_base_that_is_its_own_delta_ends(chain: Chain) -> None:
         return index
 
     path = forge(chain.delta, chain.folder / "loop.ckptz", to_itself)
-    chain.second.unlink()  # it would be a base with that content id
+    chain.second.unlink()  # it would pass as a base with that content id
     assert ckptz("restore", path, fails=True).exit_code == 5
 
 

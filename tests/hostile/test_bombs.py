@@ -1,4 +1,4 @@
-"""Small files that stand for much, in 2 GiB of address space: a result or an error of ours, soon."""
+"""Decompression bombs in 2 GiB of address space: a result or an error of ckptz, within seconds."""
 
 import subprocess
 import sys
@@ -8,9 +8,9 @@ import pytest
 
 from tests.support.bombs import BOMBS
 
-MAX_SECONDS = 20  # of CPU, on a slow core that other programs use too
-MAX_PEAK_MB = 1280  # of the process, SECURITY.md; the values themselves come on top in `load_file`
-TRIES = 3  # a core that others use too takes longer now and then
+MAX_SECONDS = 20  # of CPU, on a slow shared core
+MAX_PEAK_MB = 1280  # of the process (SECURITY.md), in addition to the values that `load_file` returns
+TRIES = 3  # a shared core is slower at times
 
 COMPILED = "kernels were compiled"
 RUN = """
@@ -64,12 +64,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*bombs: tuple[str, str], folder: Path) -> list[tuple[str, float, float]]:
-    """What came of verbs in one other process: outcome, seconds of CPU, and peak in MiB of each."""
+    """Run verbs on bombs in another process; return outcome, CPU seconds and peak memory in MiB of each."""
     words = [word for name, verb in bombs for word in (str(written(folder, name)), verb)]
     done = subprocess.run(
         [sys.executable, "-c", RUN, *words], capture_output=True, text=True, timeout=600, check=False
     )
-    if COMPILED in done.stderr:  # a compiler takes more than any file, once a machine
+    if COMPILED in done.stderr:  # compiling kernels, once per machine, takes more than any file
         return run(*bombs, folder=folder)
     assert not done.returncode, done.stderr
     rows = [line.split() for line in done.stdout.splitlines()]
@@ -85,7 +85,7 @@ def written(folder: Path, name: str) -> Path:
 
 @pytest.fixture(scope="module")
 def quick(folder: Path) -> dict[tuple[str, str], tuple[str, float, float]]:
-    """What came of those that the default suite tries; one process, as starting takes the longest."""
+    """Return the results of the default suite's bombs, run in one process because starting takes longest."""
     return dict(zip(QUICK, run(*QUICK, folder=folder), strict=True))
 
 

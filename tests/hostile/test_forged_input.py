@@ -1,4 +1,4 @@
-"""Forged files: damage whose checksums fit, absurd claims, valid bombs. Bounded, and an error of ours."""
+"""Forged files with valid checksums, absurd sizes or valid bombs: bounded memory and an error of ckptz."""
 
 import contextlib
 import zlib
@@ -32,7 +32,7 @@ from tests.support.cli_support import (
 
 
 def try_everything(path: Path, folder: Path) -> None:
-    """Every verb ends well or with an error of ours, in bounded memory; nothing appears elsewhere."""
+    """Run every verb on a file and require success or an error of ckptz."""
     target = folder / "forged-out"
     actions: tuple[Callable[[], object], ...] = (
         lambda: inspect(path),
@@ -49,7 +49,7 @@ HOSTILE: tuple[Any, ...] = (*NUMBERS, True, None, "", "../x", "/x", "\0", [], {}
 
 
 def mutations(value: Any) -> Iterator[Any]:
-    """`value` with one part replaced by something hostile, removed or added, at every depth."""
+    """Yield copies of `value` with one part replaced by a hostile value, removed or added, at every depth."""
     yield from HOSTILE
     if isinstance(value, dict):
         for key in value:
@@ -64,8 +64,8 @@ def mutations(value: Any) -> Iterator[Any]:
 
 
 def sampled(variants: Iterable[Any], most: int) -> list[Any]:
-    found = list(variants)
-    return [found[i] for i in spread(len(found), most)]
+    candidates = list(variants)
+    return [candidates[i] for i in spread(len(candidates), most)]
 
 
 @pytest.mark.parametrize("most", [400, pytest.param(10**9, marks=pytest.mark.slow)])
@@ -87,12 +87,12 @@ def test_a_forged_index_gives_an_error_of_ours(most: int, tmp_path: Path) -> Non
 @pytest.mark.parametrize("name", ["full", "delta"])
 def test_a_forged_frame_header_gives_an_error_of_ours(name: str, most: int, chain: Chain) -> None:
     path: Path = getattr(chain, name)
-    whole = path.read_bytes()
-    where = regions_of(whole)["frame header"]
+    content = path.read_bytes()
+    where = regions_of(content)["frame header"]
     begin, end = where.start // 8, where.stop // 8 - CHECKSUM_BYTES
     bits = range(8 * begin, 8 * end)
     for bit in (bits[i] for i in spread(len(bits), most)):
-        [changed] = flipped(whole, [bit])
+        [changed] = flipped(content, [bit])
         checksum = xxh64(changed[begin:end]).to_bytes(CHECKSUM_BYTES, "little")
         path.write_bytes(changed[:end] + checksum + changed[end + CHECKSUM_BYTES :])
         try_everything(path, chain.folder)
@@ -100,7 +100,7 @@ def test_a_forged_frame_header_gives_an_error_of_ours(name: str, most: int, chai
 
 @pytest.mark.parametrize("n_cases", [1500, pytest.param(60_000, marks=pytest.mark.slow)])
 def test_any_bytes_given_to_any_coder_end_in_an_error_or_in_codes(n_cases: int) -> None:
-    """Damaged streams reach the decoders before any checksum is looked at."""
+    """Decoders get damaged streams before any checksum is compared."""
     rng = np.random.default_rng(0)
     for _ in range(n_cases):
         n = int(rng.integers(1, 3000))

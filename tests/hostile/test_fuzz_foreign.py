@@ -1,4 +1,4 @@
-"""Readers of what others wrote, on some damaged inputs each; `make fuzz` runs as many as there is time."""
+"""A few damaged inputs for each reader of other formats; `make fuzz` runs as many as time allows."""
 
 import os
 
@@ -14,7 +14,7 @@ EXECUTIONS = 120
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_damage_ends_in_a_result_or_in_an_error_of_ours(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.fsync", os.fsync)  # the fuzzer sets it, and this sets it back
+    monkeypatch.setattr("os.fsync", os.fsync)  # the fuzzer sets it; monkeypatch restores it
     run = fuzz(target, seed=7, executions=EXECUTIONS)
     assert not run.kinds
     assert run.executions == EXECUTIONS

@@ -1,4 +1,4 @@
-"""Whatever a run's folder holds: the next save succeeds, other calls say why not, nothing outside changes."""
+"""Run folders with odd contents: saves succeed, other calls may raise errors, nothing outside changes."""
 
 import contextlib
 import os
@@ -42,7 +42,7 @@ def a_model(value: float) -> torch.nn.Module:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A run of each kind, of six steps, and beside them a file that is nobody's."""
+    """Return the folder of a run of each kind, each with the same number of steps."""
     made = {}
     for name, config in CONFIGS.items():
         folder = made[name] = tmp_path_factory.mktemp(name) / "run"
@@ -112,7 +112,7 @@ OTHERS = (
     *("step-00000009.state.ckptz", "step-00000009.exact-0123456789abcdef.ckptz", "step-00000003.exact.ckptz"),
     *(".step-00000009.ckptz.hidden", ".step-0123abcd-999999999-0123456789abcdef.ckptz-tmp"),
 )
-others = st.dictionaries(
+foreign_files = st.dictionaries(
     st.sampled_from(OTHERS), st.sampled_from(["text", "a folder", "a link out"]), max_size=3
 )
 
@@ -133,7 +133,7 @@ def state_of(folder: Path) -> dict[str, tuple[bytes, int, int]]:
 
 
 def call_all(run: Path, config: Any) -> None:
-    """Each call works, or says why not in an error of ours or of the system."""
+    """Require that each call succeeds or raises a CkptzError or an OSError."""
     with Checkpointer(run, a_model(0.0), config=config, keep=KEEP, jobs=1) as checkpointer:
         calls: list[Callable[[], object]] = [lambda: ckptz.log(run), checkpointer.restore_latest]
         calls += [lambda step=step: checkpointer.restore(step) for step in checkpointer.weights_steps()]
@@ -173,7 +173,7 @@ def check_folder(
         restored = a_model(0.0)
         with Checkpointer(run, restored, config=config, keep=KEEP, jobs=1) as checkpointer:
             assert checkpointer.restore_latest() == step
-        assert torch.equal(restored.weight, model.weight)  # exact whatever became of its base
+        assert torch.equal(restored.weight, model.weight)  # exact, whatever happened to its base
     call_all(run, config)
     with contextlib.suppress(CkptzError, OSError):
         ckptz.prune(run, KEEP)
@@ -181,7 +181,7 @@ def check_folder(
 
 
 def check_folders(n: int, source: Path, config: Any, tmp_path: Path) -> None:
-    @given(made=changes, added=others)
+    @given(made=changes, added=foreign_files)
     @settings(max_examples=n, deadline=None, derandomize=n < 100, database=None)
     def check(made: list[tuple[int, str]], added: dict[str, str]) -> None:
         folder = tmp_path / str(time.monotonic_ns())
@@ -199,7 +199,7 @@ def test_the_next_save_succeeds(name: str, n: int, runs: dict[str, Path], tmp_pa
     check_folders(n, runs[name], CONFIGS[name], tmp_path)
 
 
-# --- single finds --------------------------------------------------------------------------------------
+# --- single cases --------------------------------------------------------------------------------------
 
 
 def test_a_chain_without_its_full_file_is_followed_by_a_full_file(
@@ -268,8 +268,8 @@ def test_a_renamed_folder_is_said_to_be(tmp_path: Path) -> None:
         (tmp_path / "run").rename(tmp_path / "elsewhere")
         checkpointer.save(2)
         checkpointer.save(3)
-    said = [any("was renamed or removed" in note for note in report.notes) for report in reports]
-    assert said == [False, True, False]
+    is_reported = [any("was renamed or removed" in note for note in report.notes) for report in reports]
+    assert is_reported == [False, True, False]
     assert Checkpointer(tmp_path / "elsewhere", a_model(0)).steps() == (1,)
 
 
@@ -278,10 +278,10 @@ def test_a_lock_that_is_removed_during_a_save_costs_nobody_his_files(
 ) -> None:
     real = StepStore.publishing
 
-    def write(*given: Any, **options: Any) -> Any:
+    def write(*args: Any, **options: Any) -> Any:
         (tmp_path / LOCK_NAME).unlink()
         time.sleep(0.3)
-        return real(*given, **options)
+        return real(*args, **options)
 
     with Checkpointer(tmp_path, a_model(0)) as checkpointer:
         with monkeypatch.context() as patch:
@@ -296,7 +296,7 @@ def test_a_lock_that_is_removed_during_a_save_costs_nobody_his_files(
 def test_a_step_that_is_left_stays_exact_while_later_ones_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However early `discard_after` is cut off, the newest step that is there is exact."""
+    """Whenever `discard_after` is interrupted, the newest remaining step is exact."""
     n_removed = 0
     grid: dict[str, Any] = {"config": CONFIGS["grid"], "jobs": 1}
     while True:
@@ -342,7 +342,7 @@ def test_what_a_killed_process_left_is_known_by_its_name(tmp_path: Path) -> None
     [left] = abandoned(tmp_path)
     assert left.name.endswith(TEMPORARY_SUFFIX)
     with publish(tmp_path / "y.ckptz"):
-        assert abandoned(tmp_path) == [left]  # but nothing of a process that lives
+        assert abandoned(tmp_path) == [left]  # but no file of a running process
     write_plain(tmp_path / "a.safetensors", {"x": ("F32", (3,), bytes(12))})
     write_plain(tmp_path / "b.safetensors", {"x": ("F32", (3,), bytes(12))})
     both = tmp_path / "a.safetensors", tmp_path / "b.safetensors"

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.apps
 
 
 def prepared(folder: Path, n_models: int = 1, **project: Any) -> Any:
-    """An accelerator with models whose optimizers were stepped."""
+    """Return an accelerator with models and optimizers that it has prepared."""
     torch.manual_seed(1)
     config = ProjectConfiguration(project_dir=str(folder), **project)
     accelerator = accelerate.Accelerator(cpu=True, project_config=config)
@@ -59,8 +59,8 @@ def test_lossy_models_come_back_exactly_if_they_are_the_newest(tmp_path: Path, e
     saved = weights(models)
     train(accelerator, models, optimizers)
     accelerator.load_state(str(tmp_path / "1"))
-    found = [torch.equal(a, b) for a, b in zip(weights(models), saved, strict=True)]
-    assert all(found) == bool(exact)
+    is_equal = [torch.equal(a, b) for a, b in zip(weights(models), saved, strict=True)]
+    assert all(is_equal) == bool(exact)
 
 
 @pytest.mark.usefixtures("deltas_at_any_cost")
@@ -102,11 +102,11 @@ def test_keep_rules_need_a_step_and_no_other_limit(tmp_path: Path) -> None:
 def test_what_accelerate_saved_alone_loads_and_hooks_can_go(tmp_path: Path) -> None:
     accelerator, models, optimizers = prepared(tmp_path)
     accelerator.save_state(str(tmp_path / "before"))
-    wanted = weights(models)
+    expected = weights(models)
     registration = register(accelerator)
     train(accelerator, models, optimizers)
     accelerator.load_state(str(tmp_path / "before"))
-    assert all(map(torch.equal, weights(models), wanted))
+    assert all(map(torch.equal, weights(models), expected))
     registration.remove()
     accelerator.save_state(str(tmp_path / "after"))
     assert (tmp_path / "after" / "model.safetensors").is_file()
@@ -128,14 +128,14 @@ def test_load_state_that_is_not_strict_lists_what_does_not_match(tmp_path: Path)
     accelerator, models, _ = prepared(tmp_path)
     register(accelerator)
     accelerator.save_state(str(tmp_path / "1"))
-    wanted = models[0].weight.detach().clone()
+    expected = models[0].weight.detach().clone()
     models[0].register_parameter("scale", torch.nn.Parameter(torch.ones(2)))
     models[0].weight.data.zero_()
     with pytest.raises(RuntimeError, match="scale"):
         accelerator.load_state(str(tmp_path / "1"))
     with pytest.warns(RuntimeWarning, match=r"missing \['scale'\], unexpected nothing"):
         accelerator.load_state(str(tmp_path / "1"), strict=False)
-    assert torch.equal(models[0].weight, wanted)
+    assert torch.equal(models[0].weight, expected)
     with pytest.raises(RuntimeError, match="scale"):
         accelerator.load_state(str(tmp_path / "1"))
 
@@ -175,7 +175,7 @@ def test_compiled_models_load_into_plain_ones_and_the_other_way_round(
 
 
 class Counter:
-    """An object with a state, registered beside the models."""
+    """Object with a state, registered for checkpointing in addition to the models."""
 
     def __init__(self) -> None:
         self.n, self.is_reset = 1, False
@@ -201,16 +201,16 @@ def test_what_accelerate_restores_itself_is_compared(tmp_path: Path) -> None:
     models[0].to(torch.bfloat16)
     accelerator.save_state(str(tmp_path / "2"))
     counter.is_reset = True
-    with pytest.warns(RuntimeWarning, match=r"2: restored, but not exactly") as said:
+    with pytest.warns(RuntimeWarning, match=r"2: restored, but not exactly") as caught:
         accelerator.load_state(str(tmp_path / "2"))
-    [text] = [str(one.message) for one in said if "not exactly" in str(one.message)]
+    [text] = [str(warning.message) for warning in caught if "not exactly" in str(warning.message)]
     assert "custom_checkpoint_0.pkl.n: 1 saved, 0 now" in text
     assert "optimizer.bin.state.0.exp_avg: float32 [30, 40] saved, bfloat16 [30, 40] now" in text
     assert "model" not in text
 
 
 class Drawing(Counter):
-    """Draws random numbers when it is loaded, which is after the random states."""
+    """Object that draws random numbers in `load_state_dict`, after the random states were restored."""
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         super().load_state_dict(state)
@@ -225,20 +225,20 @@ def test_random_states_are_compared(tmp_path: Path) -> None:
     train(accelerator, models, optimizers)
     accelerator.register_for_checkpointing(Drawing())
     accelerator.save_state(str(tmp_path / "1"))
-    with pytest.warns(RuntimeWarning, match=r"1: restored, but not exactly") as said:
+    with pytest.warns(RuntimeWarning, match=r"1: restored, but not exactly") as caught:
         accelerator.load_state(str(tmp_path / "1"))
-    [text] = [str(one.message) for one in said if "not exactly" in str(one.message)]
+    [text] = [str(warning.message) for warning in caught if "not exactly" in str(warning.message)]
     for name in ("random_state.1", "numpy_random_seed", "torch_manual_seed"):
         assert f"random_states_0.pkl.{name}" in text
     assert "optimizer" not in text
-    for damage in (lambda path: path.write_bytes(b"no pickle"), Path.unlink):  # accelerate passes over both
+    for damage in (lambda path: path.write_bytes(b"no pickle"), Path.unlink):  # accelerate ignores both
         damage(tmp_path / "1" / "random_states_0.pkl")
         with pytest.warns(RuntimeWarning, match=r"random_states_0\.pkl: not restored"):
             accelerator.load_state(str(tmp_path / "1"))
 
 
 def test_every_process_takes_the_mark_of_completeness_away_before_it_writes(tmp_path: Path) -> None:
-    """Each writes its random states, and the main process may be behind."""
+    """Each process writes its random states, possibly before the main process has written anything."""
     accelerator, models, optimizers = prepared(tmp_path)
     registration = register(accelerator)
     train(accelerator, models, optimizers)

@@ -15,17 +15,17 @@ from tests.support.spec_support import ROOT
 pytestmark = pytest.mark.apps
 
 PROGRAM = ROOT / "tests" / "support" / "killed_program.py"
-MAX_POINTS = 8  # of one program; each is a process that is killed and one that resumes
+MAX_POINTS = 8  # per program; each point runs a process that is killed and one that resumes
 
 
 def trained(kind: str, folder: Path) -> str:
-    """Run the program; return the digest of what it arrives at."""
+    """Run the training program and return the digest of its final values."""
     subprocess.run([sys.executable, PROGRAM, kind, folder], cwd=ROOT, check=True, capture_output=True)
     return (folder / "result.txt").read_text()
 
 
 def outcomes(kind: str, work: Path) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield for each point label, outcome and digest after the resume."""
+    """Kill and resume the program at each point; yield the point's label, outcome and final digest."""
     command = [sys.executable, "-m", "ckpt_chaos", "run", "--work", work, "--jobs", "2"]
     command += ["--max-points", str(MAX_POINTS), "--timeout", "300", "--result-file", "{out}/result.txt"]
     command += ["--step-regex", r"resumed from step (\d+)", "--", sys.executable, PROGRAM, kind, "{out}"]
@@ -41,11 +41,11 @@ def test_a_program_that_is_killed_at_any_file_event_resumes_to_the_same_values(
     tmp_path: Path, kind: str
 ) -> None:
     pytest.importorskip("ckpt_chaos")
-    whole = trained(kind, tmp_path / "whole")
-    finished = whole
-    if kind == "trainer":  # at its last step the Trainer trains one more, with ckptz or without
+    uninterrupted = trained(kind, tmp_path / "whole")
+    finished = uninterrupted
+    if kind == "trainer":  # resumed at its last step, the Trainer trains one step more, with or without ckptz
         alone = [trained("transformers", tmp_path / "alone") for _ in range(2)]
-        assert alone[0] == whole
+        assert alone[0] == uninterrupted
         finished = alone[1]
     points = list(outcomes(kind, tmp_path / "work"))
     assert len(points) > 5
@@ -54,4 +54,4 @@ def test_a_program_that_is_killed_at_any_file_event_resumes_to_the_same_values(
         is_control = label.startswith("no crash")
         assert outcome["raised"] is None, label
         assert is_control or first in range(0, N_STEPS + 1, SAVE_EVERY), label
-        assert digest == (finished if first == N_STEPS else whole), label
+        assert digest == (finished if first == N_STEPS else uninterrupted), label

@@ -2,7 +2,7 @@
 
 import io
 import json
-import pickle  # what torch's own folders hold
+import pickle  # storage of torch's own folders
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -52,7 +52,7 @@ OPTIONS = ChainOptions(jobs=1)
 
 
 def a_state(drift: float = 0.0) -> dict[str, Any]:
-    """A model with optimizer, and values of other types."""
+    """Return a state of a model, its optimizer, and values of other types."""
     torch.manual_seed(3)
     model = torch.nn.Sequential(torch.nn.Linear(30, 50), torch.nn.LayerNorm(50))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2 + drift)
@@ -64,7 +64,7 @@ def a_state(drift: float = 0.0) -> dict[str, Any]:
 
 
 def emptied(value: Any) -> Any:
-    """The same structure with other values."""
+    """Return the same structure with zeroed tensors and None for other values."""
     if isinstance(value, torch.Tensor):
         return torch.zeros_like(value)
     if isinstance(value, dict):
@@ -74,14 +74,15 @@ def emptied(value: Any) -> Any:
     return None
 
 
-def same(found: Any, wanted: Any) -> bool:
-    if isinstance(wanted, torch.Tensor):
-        return found.dtype == wanted.dtype and torch.equal(found, wanted)
-    if isinstance(wanted, dict):
-        return found.keys() == wanted.keys() and all(same(found[key], wanted[key]) for key in wanted)
-    if isinstance(wanted, list | tuple):
-        return type(found) is type(wanted) and len(found) == len(wanted) and all(map(same, found, wanted))
-    return bool(found == wanted)
+def same(value: Any, expected: Any) -> bool:
+    if isinstance(expected, torch.Tensor):
+        return value.dtype == expected.dtype and torch.equal(value, expected)
+    if isinstance(expected, dict):
+        return value.keys() == expected.keys() and all(same(value[key], expected[key]) for key in expected)
+    if isinstance(expected, list | tuple):
+        has_form = type(value) is type(expected) and len(value) == len(expected)
+        return has_form and all(map(same, value, expected))
+    return bool(value == expected)
 
 
 def save(state: dict[str, Any], folder: Path, **arguments: Any) -> None:
@@ -160,7 +161,7 @@ def test_reading_a_part_decodes_a_part(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(decoded) <= 1
 
 
-# By the names of weights that move; optimizers whose parameters have one name are not told apart.
+# By name of the corrected weights; optimizers whose parameters share a name are indistinguishable.
 LAYOUTS: dict[str, Any] = {
     "training.model.0.weight": lambda model, by, _: {"training": {"model": model, "optimizer": by}},
     "0.weight": lambda model, _, flat: {**model, "optimizer": flat},
@@ -193,7 +194,7 @@ def test_a_grid_knows_weights_and_moments_wherever_a_state_has_them(tmp_path: Pa
         lossy = {t.name: t.lossy for t in package.inspect(file).tensors if t.lossy is not None}
         moved.append({key: one.settings["moved"] for key, one in lossy.items() if "moved" in one.settings})
         assert bool(name) == bool([one for one in lossy.values() if one.method == "first-moment"])
-    assert moved[0] == ({name: 0.9} if name else {})  # the usual share, as no movement is known
+    assert moved[0] == ({name: 0.9} if name else {})  # the default share, as no weight updates were observed
     assert moved[1].keys() == moved[0].keys()
     assert all(share > 0.8 for share in moved[1].values())
 
@@ -202,9 +203,9 @@ def test_kmeans_without_ranks(tmp_path: Path) -> None:
     state = {"weight": torch.randn(80, 90), "bias": torch.randn(80)}
     save(state, tmp_path / "one", options=ChainOptions(config=KMeans(levels=8), jobs=1))
     package.torch.save_file(state, tmp_path / "whole.ckptz", config=KMeans(levels=8))
-    found = load({name: torch.zeros_like(t) for name, t in state.items()}, tmp_path / "one")
-    assert same(found, dict(package.torch.load_file(tmp_path / "whole.ckptz")))
-    assert not torch.equal(found["weight"], state["weight"])
+    loaded = load({name: torch.zeros_like(t) for name, t in state.items()}, tmp_path / "one")
+    assert same(loaded, dict(package.torch.load_file(tmp_path / "whole.ckptz")))
+    assert not torch.equal(loaded["weight"], state["weight"])
 
 
 def test_a_planner_of_another_kind_hands_out_bytes(tmp_path: Path) -> None:
@@ -258,7 +259,7 @@ def a_piece(offset: list[int], shape: list[int], tensor: str = "w") -> dict[str,
 
 
 def first_version(folder: Path) -> dict[str, Any]:
-    """The index of a folder without its checksum, as the first version had it."""
+    """Return a folder's index in version 1 of its format, which has no checksum."""
     index = json.loads((folder / INDEX_FILE).read_text()) | {"version": 1}
     del index["checksum"]
     return index
@@ -277,9 +278,9 @@ def test_a_value_that_was_changed_in_the_index_is_noticed(tmp_path: Path) -> Non
 def test_an_index_of_the_first_version_is_read(tmp_path: Path) -> None:
     save({"w": torch.ones(3)}, tmp_path)
     (tmp_path / INDEX_FILE).write_text(json.dumps(first_version(tmp_path)))
-    found = {"w": torch.zeros(3)}
-    load(found, tmp_path)
-    assert found["w"].equal(torch.ones(3))
+    state = {"w": torch.zeros(3)}
+    load(state, tmp_path)
+    assert state["w"].equal(torch.ones(3))
 
 
 @pytest.mark.parametrize(
@@ -333,7 +334,7 @@ def test_damage_and_loss_are_noticed(tmp_path: Path) -> None:
 
 
 def save_steps(run: Path, steps: Iterable[int], keep_last: int = 2, name: str = "step-{}") -> None:
-    """By one writer, as a training run does."""
+    """Save steps with a single writer, as a training run does."""
     writer = CkptzStorageWriter(options=ChainOptions(full_every=3, jobs=1), keep_last=keep_last)
     for step in steps:
         place = run / name.format(step)
@@ -387,14 +388,14 @@ def test_a_step_that_is_not_new_or_has_no_number_is_refused(
 
 
 def test_files_that_no_save_wrote_are_not_taken_for_those_of_one_that_was_cut_off(tmp_path: Path) -> None:
-    others = [tmp_path / "step-1" / "model.ckptz", tmp_path / "step-4" / "model.ckptz"]
-    for other in others:
-        other.parent.mkdir()
-        package.torch.save_file({"w": torch.ones(3)}, other)
+    foreign_files = [tmp_path / "step-1" / "model.ckptz", tmp_path / "step-4" / "model.ckptz"]
+    for file in foreign_files:
+        file.parent.mkdir()
+        package.torch.save_file({"w": torch.ones(3)}, file)
     save_steps(tmp_path, [2, 3], keep_last=1)
     with pytest.raises(CheckpointException, match="holds files of something else"):
         save_steps(tmp_path, [4])
-    assert all(other.exists() for other in others)
+    assert all(file.exists() for file in foreign_files)
 
 
 # --- torch's own folders -------------------------------------------------------------------------------
@@ -407,12 +408,12 @@ def torch_folder(folder: Path, state: dict[str, Any]) -> Path:
 
 def plain_state() -> dict[str, Any]:
     state = a_state()
-    state["nested"].pop("tuple")  # torch flattens it no further, and pickles it
+    state["nested"].pop("tuple")  # torch does not flatten it and pickles it
     return state
 
 
 def as_torch_names(value: Any) -> Any:
-    """What such a folder says: all keys are text."""
+    """Return a state as a folder of torch stores it, with all keys converted to str."""
     if isinstance(value, dict):
         return {str(key): as_torch_names(item) for key, item in value.items()}
     return [as_torch_names(item) for item in value] if isinstance(value, list) else value
@@ -464,7 +465,7 @@ def test_a_private_file_becomes_a_folder_of_private_files(is_there: bool, tmp_pa
 
 
 class Evil:
-    """Would write a file if it were unpickled."""
+    """Object that opens a file for writing when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -495,15 +496,21 @@ def test_a_missing_shard_of_torch_is_named(tmp_path: Path) -> None:
         open_input(folder).tensors["w"].patterns(0, 3)
 
 
-def cut_folder(folder: Path, whole: list[int], parts: list[tuple[list[int], list[int]]]) -> Path:
-    """A folder of torch whose one tensor, of ones, is cut so."""
+def cut_folder(folder: Path, shape: list[int], parts: list[tuple[list[int], list[int]]]) -> Path:
+    """Write a folder of torch with one tensor of ones, stored as chunks.
+
+    Args:
+        folder: to write to.
+        shape: of the tensor, as the metadata declare it.
+        parts: offset and shape of each chunk.
+    """
     state = {f"w{i}": torch.ones(sizes) for i, (_, sizes) in enumerate(parts)}
     torch_folder(folder, state)
     raw: Metadata = pickle.loads((folder / ".metadata").read_bytes())
     infos = {index.fqn: info for index, info in raw.storage_data.items()}
     chunks = [ChunkStorageMetadata(torch.Size(offset), torch.Size(sizes)) for offset, sizes in parts]
     places = {MetadataIndex("w", torch.Size(offset)): infos[f"w{i}"] for i, (offset, _) in enumerate(parts)}
-    tensor = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size(whole), chunks)
+    tensor = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size(shape), chunks)
     forged = Metadata({"w": tensor}, {"w": ("w",)}, places)
     (folder / ".metadata").write_bytes(pickle.dumps(forged))
     return folder
@@ -517,9 +524,9 @@ def test_parts_that_make_a_tensor_whole_are_put_together(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("whole", "parts", "words"),
+    ("shape", "parts", "words"),
     [
-        ([4], [([0], [2]), ([1], [2])], "overlap"),  # and leave a hole, of the same size
+        ([4], [([0], [2]), ([1], [2])], "overlap"),  # which leaves a hole of the same size
         ([2, 2], [([0, 0], [1, 2]), ([0, 1], [2, 1])], "overlap"),
         ([4], [([0], [2])], "cover it exactly"),
         ([4], [([2], [4])], "outside"),
@@ -530,9 +537,9 @@ def test_parts_that_make_a_tensor_whole_are_put_together(tmp_path: Path) -> None
     ],
 )
 def test_parts_that_overlap_or_leave_holes_are_refused(
-    whole: list[int], parts: list[Any], words: str, tmp_path: Path
+    shape: list[int], parts: list[Any], words: str, tmp_path: Path
 ) -> None:
-    folder = cut_folder(tmp_path / "cut", whole, parts)
+    folder = cut_folder(tmp_path / "cut", shape, parts)
     with pytest.raises(CorruptionError, match=f"cut: tensor 'w': .*{words}"):
         open_input(folder)
 
@@ -571,7 +578,7 @@ def test_a_part_of_another_shape_or_type_is_refused(stored: Any, tmp_path: Path)
 
 
 def doubled(before: bytes, after: bytes) -> bytes:
-    """A tuple of two times itself, 200 times over, as something that a pickle hashes or shows."""
+    """Return a pickle of a tuple of 200 levels, each its child twice: 2^200 steps to hash or print."""
     return b"\x80\x04" + before + b")\x94" + b"".join(b"h%c\x86\x94" % i for i in range(200)) + after
 
 

@@ -1,4 +1,4 @@
-"""The state of 8-bit optimizers comes back bit for bit, and training goes on as if it had not stopped."""
+"""State of 8-bit optimizers is restored bit for bit, and training continues as if it had not stopped."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ WIDTH, N_STEPS = 128, 6  # parameters from 4,096 elements on have 8-bit state
 
 
 class Run:
-    """A model that bitsandbytes trains."""
+    """Model with an optimizer of bitsandbytes."""
 
     def __init__(self, kind: str) -> None:
         optimizers = pytest.importorskip("bitsandbytes").optim
@@ -44,9 +44,9 @@ def tensors_in(node: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize("kind", ["Adam8bit", "AdamW8bit", "Lion8bit"])
 @pytest.mark.parametrize("config", [LOSSLESS, Grid()], ids=["lossless", "lossy weights"])
 def test_a_run_that_stops_goes_on_to_the_same_bits(tmp_path: Path, kind: str, config: Method) -> None:
-    whole = Run(kind)
-    losses = [whole.step(i) for i in range(N_STEPS)]
-    assert any(one.dtype == torch.uint8 for one in whole.values())
+    uninterrupted = Run(kind)
+    losses = [uninterrupted.step(i) for i in range(N_STEPS)]
+    assert any(value.dtype == torch.uint8 for value in uninterrupted.values())
     keep = KeepPolicy(last=None)
     run = Run(kind)
     with Checkpointer(tmp_path, run.model, run.optimizer, config=config, keep=keep) as checkpointer:
@@ -59,5 +59,5 @@ def test_a_run_that_stops_goes_on_to_the_same_bits(tmp_path: Path, kind: str, co
         assert checkpointer.restored is not None
         assert checkpointer.restored.is_exact
     assert [resumed.step(i) for i in range(4, N_STEPS)] == losses[4:]
-    for one, other in zip(whole.values(), resumed.values(), strict=True):
-        assert torch.equal(one, other)
+    for value, resumed_value in zip(uninterrupted.values(), resumed.values(), strict=True):
+        assert torch.equal(value, resumed_value)

@@ -1,4 +1,4 @@
-"""Files of frameworks that lose something, and come back exactly while they are the newest."""
+"""Lossy checkpoints of frameworks, which restore exactly while they are the newest."""
 
 import os
 import warnings
@@ -84,7 +84,7 @@ def test_no_residual_goes_where_the_newest_file_cannot_be_opened(tmp_path: Path)
 
 
 def test_a_folder_keeps_its_time_when_residuals_go(tmp_path: Path) -> None:
-    """By it the Trainer tells which checkpoints are old."""
+    """The Trainer sorts checkpoints by modification time to find the oldest."""
     chain = Chain(OPTIONS)
     for step in range(2):
         chain.write(tmp_path / str(step) / "model.ckptz", job_of(a_state(step)))
@@ -117,8 +117,8 @@ def test_others_may_be_exact_or_none(tmp_path: Path, exact: int) -> None:
     for step in range(4):
         chain.write(tmp_path / f"{step}.ckpt", job_of(a_state(step)))
         chain.settle()
-    found = [same(read_newest(tmp_path / f"{step}.ckpt"), a_state(step)) for step in range(4)]
-    assert found == ([False] * 4 if not exact else [False, False, True, True])
+    is_exact = [same(read_newest(tmp_path / f"{step}.ckpt"), a_state(step)) for step in range(4)]
+    assert is_exact == ([False] * 4 if not exact else [False, False, True, True])
     with pytest.raises(ConfigError, match="exact must be at least 0"):
         ChainOptions(exact=-1)
 
@@ -136,8 +136,8 @@ def test_a_residual_that_is_not_right_is_told_of(tmp_path: Path, wrong: bytes | 
     other, [residual] = residuals(tmp_path)[0], residuals(tmp_path)[1:]
     residual.write_bytes(other.read_bytes()[:-20] if wrong is None else wrong)
     with pytest.warns(RuntimeWarning, match="is restored with what it loses"):
-        found = read_newest(tmp_path / "1.ckpt")
-    assert same(found, load_state(tmp_path / "1.ckpt"))
+        newest = read_newest(tmp_path / "1.ckpt")
+    assert same(newest, load_state(tmp_path / "1.ckpt"))
 
 
 # --- folders of shards ----------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ def test_a_folder_of_shards_without_its_residual_is_read_as_it_is(tmp_path: Path
 def test_a_folder_that_cannot_be_listed_when_it_is_tidied_keeps_what_makes_it_exact(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A glob takes such a folder for an empty one."""
+    """A glob returns nothing for a folder that cannot be listed, as for an empty folder."""
     scandir, refused = os.scandir, []
 
     def refuse_once(path: Any = ".") -> Any:
@@ -178,7 +178,7 @@ def test_a_folder_that_cannot_be_listed_when_it_is_tidied_keeps_what_makes_it_ex
 
     writer = CkptzStorageWriter(options=OPTIONS, keep_last=2)
     with monkeypatch.context() as patch, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it is told of
+        warnings.simplefilter("ignore")  # the problem is reported
         patch.setattr(os, "scandir", refuse_once)
         dcp.save(a_state(1), checkpoint_id=tmp_path / "step-1", storage_writer=writer, no_dist=True)
     assert refused

@@ -1,4 +1,4 @@
-"""Lightning with `.ckptz` checkpoints: what is kept resumes, bit for bit, whatever was deleted."""
+"""Lightning with `.ckptz` checkpoints: kept checkpoints resume bit for bit, whichever others were deleted."""
 
 import subprocess
 import sys
@@ -47,7 +47,7 @@ N_STEPS = 10
 
 
 class Model(LightningModule):
-    """A small net with dropout; its logged score goes up and down."""
+    """Small network with dropout; its logged score rises and falls."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Model(LightningModule):
 def fit(
     folder: Path, io: Any, n_steps: int = N_STEPS, ckpt_path: Path | None = None, **checkpointing: Any
 ) -> tuple[Trainer, ModelCheckpoint]:
-    """Train, saving at every step."""
+    """Train and save at every step."""
     torch.manual_seed(0)
     settings: dict[str, Any] = {"save_top_k": 2, "monitor": "score", "mode": "max"} | checkpointing
     callback = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, **settings)
@@ -90,19 +90,20 @@ def fit(
     return trainer, callback
 
 
-def same(found: Any, wanted: Any) -> bool:
-    """Whether two nested states are equal to the bit."""
-    if isinstance(wanted, torch.Tensor):
-        return isinstance(found, torch.Tensor) and found.dtype == wanted.dtype and torch.equal(found, wanted)
-    if isinstance(wanted, dict):
-        return found.keys() == wanted.keys() and all(same(found[key], value) for key, value in wanted.items())
-    if isinstance(wanted, list | tuple):
-        return len(found) == len(wanted) and all(map(same, found, wanted))
-    return bool(found == wanted)
+def same(value: Any, expected: Any) -> bool:
+    """Return True if two nested states are bit-identical."""
+    if isinstance(expected, torch.Tensor):
+        is_tensor = isinstance(value, torch.Tensor)
+        return is_tensor and value.dtype == expected.dtype and torch.equal(value, expected)
+    if isinstance(expected, dict):
+        return value.keys() == expected.keys() and all(same(value[key], expected[key]) for key in expected)
+    if isinstance(expected, list | tuple):
+        return len(value) == len(expected) and all(map(same, value, expected))
+    return bool(value == expected)
 
 
 class Both(CkptzIO):
-    """Writes what Lightning itself would have written, too."""
+    """Checkpoint IO that also writes the file that Lightning itself would have written."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         super().save_checkpoint(checkpoint, path, storage_options)
@@ -126,7 +127,7 @@ def test_every_kept_checkpoint_is_what_lightning_saved(way: str, tmp_path: Path)
 
 def test_every_kept_checkpoint_resumes_bit_for_bit(tmp_path: Path) -> None:
     first, callback = fit(tmp_path / "run", CkptzIO(full_every=4, jobs=1))
-    wanted = {name: tensor.clone() for name, tensor in first.model.state_dict().items()}
+    expected = {name: tensor.clone() for name, tensor in first.model.state_dict().items()}
     moments = first.optimizers[0].state_dict()
     for path in map(Path, callback.best_k_models):
         io = CkptzIO(full_every=4, jobs=1)
@@ -137,14 +138,14 @@ def test_every_kept_checkpoint_resumes_bit_for_bit(tmp_path: Path) -> None:
         exact, _ = fit_from_torch(tmp_path / f"exact-{path.stem}", checkpoint)
         assert same(dict(resumed.model.state_dict()), dict(exact.model.state_dict()))
         assert same(resumed.optimizers[0].state_dict(), exact.optimizers[0].state_dict())
-    assert same(dict(first.model.state_dict()), wanted)
+    assert same(dict(first.model.state_dict()), expected)
     assert moments["state"]
 
 
 def fit_from_torch(
     folder: Path, checkpoint: dict[str, Any], n_steps: int = N_STEPS
 ) -> tuple[Trainer, ModelCheckpoint]:
-    """Resume with Lightning alone, from the same state in a file of its own."""
+    """Resume from a state with Lightning's own checkpoint IO."""
     folder.mkdir()
     torch.save(checkpoint, folder / "state.ckpt")
     return fit(folder / "run", TorchCheckpointIO(), n_steps, folder / "state.ckpt")
@@ -233,7 +234,7 @@ def test_a_file_that_replaces_itself(tmp_path: Path) -> None:
 
 
 def test_equal_values_under_other_codes_are_told_apart(tmp_path: Path) -> None:
-    """A lossy file of the same content id is another base: its codes may differ."""
+    """Lossy files with one content id may differ in their codes, so neither can replace the other."""
     io = CkptzIO(config=ckptz.KMeans(levels=4), exact=0, jobs=1)
     state = {"state_dict": {"weight": torch.randn(64, 80).round()}}
     for i in range(4):
@@ -344,7 +345,7 @@ def test_a_forged_type_is_refused(value: dict[str, Any]) -> None:
 
 
 class Halves(Model):
-    """Weights in bf16, whose optimizer keeps its state in fp32."""
+    """Model with bf16 weights whose optimizer keeps its state in fp32."""
 
     def configure_optimizers(self) -> Any:
         self.to(torch.bfloat16)
@@ -353,8 +354,8 @@ class Halves(Model):
     def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
         return self.net(batch.to(torch.bfloat16)).square().mean()
 
-    def optimizer_step(self, *given: Any, **named: Any) -> None:
-        super().optimizer_step(*given, **named)
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
         for state in self.trainer.optimizers[0].state.values():
             state["exp_avg"] = state["exp_avg"].float()
 
@@ -369,11 +370,10 @@ def test_what_lightning_restores_is_compared(module: Any, is_exact: bool, tmp_pa
         made.fit(module(), **how)
 
     fitted(1)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fitted(2, ckpt_path=tmp_path / "step=1.ckpt")
-    texts = [str(one.message) for one in said if "restored, but not exactly" in str(one.message)]
-    [text] = texts
+    [text] = [text for text in map(str, (w.message for w in caught)) if "restored, but not exactly" in text]
     assert "random states: Lightning saves none" in text
     cast = "optimizer_states.0.state.0.exp_avg: float32 [64, 64] saved, bfloat16 [64, 64] now"
     assert (cast in text) == (not is_exact)

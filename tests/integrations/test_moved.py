@@ -1,4 +1,4 @@
-"""Adapters move weights by lost momentum as a Checkpointer does, where they know the optimizer."""
+"""Momentum correction by the adapters of frameworks, which is that of the Checkpointer."""
 
 import copy
 from pathlib import Path
@@ -19,7 +19,7 @@ LOSSY = ChainOptions(config=Grid(), exact=0, jobs=1)
 
 
 def moves_in(path: Path) -> dict[str, float | None]:
-    """The share of each lossy weight."""
+    """Return the share of the momentum correction that was applied to each lossy weight, None without one."""
     return {
         tensor.name: tensor.lossy.settings.get("moved")
         for tensor in inspect(path).tensors
@@ -28,7 +28,7 @@ def moves_in(path: Path) -> dict[str, float | None]:
 
 
 class Loop:
-    """A network and its optimizer, whose gradients are noise; states as Lightning and others save them."""
+    """Network and optimizer with random gradients; `state` has the form of Lightning's checkpoints."""
 
     def __init__(self, rate: float = 1e-3) -> None:
         torch.manual_seed(0)
@@ -55,15 +55,15 @@ class Loop:
 
 
 def check_moved(path: Path, exact: dict[str, Any]) -> None:
-    """Weights have moved on against the momentum that the same file loses."""
+    """Require that weights were moved by the updates that the file's error of the momentum would cause."""
     shares, stored = moves_in(path), load_state(path)
     assert len(shares) == 4
     assert all(share is not None and 0.8 < share <= 1 for share in shares.values())
-    own, restored = (one["optimizer_states"][0]["state"][0] for one in (exact, stored))
-    made = stored["state_dict"]["0.weight"] - exact["state_dict"]["0.weight"]
-    lost = (restored["exp_avg"] - own["exp_avg"]) / own["exp_avg_sq"].sqrt()
-    along = float((made * lost).sum() / (lost * lost).sum())
-    # Rate, times the updates that a first moment lasts; what rounding adds is noise.
+    original, restored = (state["optimizer_states"][0]["state"][0] for state in (exact, stored))
+    move = stored["state_dict"]["0.weight"] - exact["state_dict"]["0.weight"]
+    lost = (restored["exp_avg"] - original["exp_avg"]) / original["exp_avg_sq"].sqrt()
+    along = float((move * lost).sum() / (lost * lost).sum())
+    # Learning rate times the number of updates that a first moment lasts; rounding adds noise.
     corrections = (1 - 0.999 ** exact["global_step"]) ** 0.5
     assert along == pytest.approx(1e-3 * 9 * corrections, rel=0.2)
 
@@ -136,7 +136,7 @@ def test_the_trainer_moves_weights(tmp_path: Path) -> None:
     run.train()
     first, second = (moves_in(tmp_path / f"checkpoint-{step}" / "model.ckptz") for step in (10, 20))
     assert all(share is not None and 0 < share <= 1 for share in [*first.values(), *second.values()])
-    assert set(second) == {name for name, _ in run.model.named_parameters()}  # of one dimension, too
+    assert set(second) == {name for name, _ in run.model.named_parameters()}  # tensors of one dimension, too
     resumed = a_trainer(tmp_path, 30)
     resumed.train(resume_from_checkpoint=True)
     with safe_open(tmp_path / "checkpoint-20" / "model.ckptz", "pt") as file:
@@ -179,9 +179,9 @@ def test_chains_of_whole_checkpoints_move_weights(tmp_path: Path) -> None:
         states.append(loop.state())
         torch.save(states[-1], tmp_path / f"step-{loop.step}.pt")
     paths = sorted(tmp_path.glob("*.pt"))
-    first, *others = compress(paths, tmp_path / "out", chain=True, config=Grid(step=2**-6), jobs=1)
-    assert [note for note in first.notes if UNKNOWN in note]
-    for report, state in zip(others, states[1:], strict=True):
+    full, *deltas = compress(paths, tmp_path / "out", chain=True, config=Grid(step=2**-6), jobs=1)
+    assert [note for note in full.notes if UNKNOWN in note]
+    for report, state in zip(deltas, states[1:], strict=True):
         assert not [note for note in report.notes if UNKNOWN in note]
         check_moved(Path(report.output), state)
     alone = compress(paths[2], tmp_path / "alone.ckptz", config=Grid(), jobs=1)
@@ -197,12 +197,12 @@ def test_chains_of_weights_with_files_of_optimizer_state_move(tmp_path: Path, is
         folder.mkdir()
         save_file(loop.model.state_dict(), folder / "model.safetensors")
         torch.save(loop.optimizer.state_dict(), folder / "optimizer.pt")
-    folders = sorted(tmp_path.iterdir(), reverse=not is_in_folders)  # a chain goes by steps
+    folders = sorted(tmp_path.iterdir(), reverse=not is_in_folders)  # a chain is ordered by steps
     (tmp_path / "names").write_text("\n".join(name for name, _ in loop.model.named_parameters()))
     inputs = folders if is_in_folders else [folder / "model.safetensors" for folder in folders]
-    given = () if is_in_folders else [folder / "optimizer.pt" for folder in folders]
+    optimizer_files = () if is_in_folders else [folder / "optimizer.pt" for folder in folders]
     options: dict[str, Any] = {
-        "optimizer": given,
+        "optimizer": optimizer_files,
         "param_names": tmp_path / "names",
         "config": Grid(step=2**-6),
     }
@@ -219,9 +219,9 @@ def test_masters_move_and_weights_of_16_bits_are_rounded_from_them(tmp_path: Pat
     for _ in range(2):
         loop.train()
         state = loop.state()
-        own = state["state_dict"]
-        state["masters"] = own if is_rounded else {name: tensor + 0.01 for name, tensor in own.items()}
-        state["state_dict"] = {name: tensor.bfloat16() for name, tensor in own.items()}
+        weights = state["state_dict"]
+        state["masters"] = {name: tensor + (0 if is_rounded else 0.01) for name, tensor in weights.items()}
+        state["state_dict"] = {name: tensor.bfloat16() for name, tensor in weights.items()}
         states.append(state)
         torch.save(state, tmp_path / f"step-{loop.step}.pt")
     paths = sorted(tmp_path.glob("*.pt"))
@@ -229,7 +229,7 @@ def test_masters_move_and_weights_of_16_bits_are_rounded_from_them(tmp_path: Pat
     shares, stored = moves_in(Path(report.output)), load_state(report.output)
     name = "0.weight"
     assert shares[f"state_dict.{name}"] is not None
-    assert (shares[f"masters.{name}"] is not None) == is_rounded  # an average is no master
+    assert (shares[f"masters.{name}"] is not None) == is_rounded  # an average of weights is no fp32 master
     if is_rounded:
         assert shares[f"masters.{name}"] == shares[f"state_dict.{name}"]
         moved = stored["masters"][name] - states[-1]["masters"][name]

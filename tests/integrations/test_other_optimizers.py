@@ -1,4 +1,4 @@
-"""The optimizers of the package pytorch_optimizer resume bit for bit, or are refused by name at the save."""
+"""Optimizers of the package pytorch_optimizer resume bit for bit, or the save refuses them by name."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import pytest
 
 from tests.support.resumed_runs import Impossible, Run, check_resume
 
-others = pytest.importorskip("pytorch_optimizer", reason="pip install pytorch_optimizer")
+pytorch_optimizer = pytest.importorskip("pytorch_optimizer", reason="pip install pytorch_optimizer")
 
 pytestmark = pytest.mark.apps
-NAMES = others.get_supported_optimizers()
+NAMES = pytorch_optimizer.get_supported_optimizers()
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_an_optimizer_of_others_resumes(name: str, precision: str, tmp_path: Path) -> None:
-    kind: Any = others.load_optimizer(name)
+    kind: Any = pytorch_optimizer.load_optimizer(name)
     makers = (
         ("several", kind),
         ("one", kind),

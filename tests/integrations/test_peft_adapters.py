@@ -1,4 +1,4 @@
-"""Adapters of PEFT in checkpoints of the Trainer, restored to the files that PEFT itself writes."""
+"""PEFT adapters in checkpoints of the Trainer, restored to the files that PEFT itself writes."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -53,13 +53,13 @@ KINDS: dict[str, Callable[[], Any]] = {
 def base() -> Any:
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 1, "num_attention_heads": 4}
-    other = {"vocab_size": 96, "max_position_embeddings": 32, "pad_token_id": 0, "attention_bias": True}
-    config = transformers.LlamaConfig(**sizes, **other)
+    more = {"vocab_size": 96, "max_position_embeddings": 32, "pad_token_id": 0, "attention_bias": True}
+    config = transformers.LlamaConfig(**sizes, **more)
     return transformers.LlamaForCausalLM(config).train()
 
 
 def adapted(kind: str, *names: str) -> Any:
-    """A model with adapters of the same kind, of which the last is active."""
+    """Return a model with adapters of one kind, the last of which is active."""
     model = peft.get_peft_model(base(), KINDS[kind](), adapter_name=names[0])
     for name in names[1:]:
         model.add_adapter(name, KINDS[kind]())
@@ -76,25 +76,25 @@ def trained(folder: Path, model: Any, resume: Any = None, kind: type = Trainer, 
     return run
 
 
-def check_same_files(found: Path, wanted: Path) -> None:
-    """All that PEFT wrote is there, with the same bytes; weights have the same keys and values."""
-    files = {path.relative_to(wanted) for path in wanted.rglob("*") if path.is_file()}
+def check_same_files(folder: Path, expected: Path) -> None:
+    """Require the files that PEFT wrote: weights with equal keys and values, other files with equal bytes."""
+    files = {path.relative_to(expected) for path in expected.rglob("*") if path.is_file()}
     of_trainer = {"optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"}
-    assert {str(path.relative_to(found)) for path in found.rglob("*") if path.is_file()} == {
+    assert {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} == {
         *map(str, files),
         *of_trainer,
     }
     for file in files:
         if file.suffix == ".safetensors":
-            check_equal(load_file(found / file), load_file(wanted / file))
+            check_equal(load_file(folder / file), load_file(expected / file))
         else:
-            assert (found / file).read_bytes() == (wanted / file).read_bytes(), file
+            assert (folder / file).read_bytes() == (expected / file).read_bytes(), file
 
 
 def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
-        found: torch.Tensor = model.eval()(IDS).logits
-    return found
+        outputs: torch.Tensor = model.eval()(IDS).logits
+    return outputs
 
 
 @pytest.mark.parametrize("name", ["default", "tuned"])
@@ -110,7 +110,7 @@ def test_a_restored_adapter_is_what_peft_writes(kind: str, name: str, tmp_path: 
         place = tmp_path / folder / ("" if name == "default" else name)
         loaded[folder] = logits(peft.PeftModel.from_pretrained(base(), place))
     assert torch.equal(loaded["found"], loaded["wanted"])
-    if kind != "VB-LoRA":  # PEFT keeps the largest weights of it alone
+    if kind != "VB-LoRA":  # PEFT keeps only its largest weights
         assert torch.equal(loaded["found"], logits(model))
 
 
@@ -120,16 +120,17 @@ def test_several_adapters_come_back_in_folders_of_their_own(kind: str, tmp_path:
         model = adapted(kind, "default", "first", "second")
         return trained(tmp_path / folder, model, *more, settings={"max_steps": 3})
 
-    whole = run("run")
-    check_equal(final(run("on", str(tmp_path / "run" / "checkpoint-2"))), final(whole))
-    whole.model.save_pretrained(tmp_path / "wanted")
+    uninterrupted = run("run")
+    check_equal(final(run("on", str(tmp_path / "run" / "checkpoint-2"))), final(uninterrupted))
+    uninterrupted.model.save_pretrained(tmp_path / "wanted")
     ckptz.restore(tmp_path / "run" / "checkpoint-3", tmp_path / "found")
     check_same_files(tmp_path / "found", tmp_path / "wanted")
     configs = (tmp_path / "found").rglob("adapter_config.json")
     assert {path.parent.name for path in configs} == {"found", "first", "second"}
-    if kind == "LoRA":  # PEFT's files of prefix tuning are no state to go on from
+    if kind == "LoRA":  # PEFT's files of prefix tuning lack what training needs
         ckptz.restore(tmp_path / "run" / "checkpoint-2", tmp_path / "plain")
-        check_equal(final(run("plainly", str(tmp_path / "plain"), transformers.Trainer)), final(whole))
+        resumed = run("plainly", str(tmp_path / "plain"), transformers.Trainer)
+        check_equal(final(resumed), final(uninterrupted))
 
 
 def test_adapters_of_transformers_itself_come_back_as_it_writes_them(tmp_path: Path) -> None:
@@ -155,10 +156,10 @@ def test_what_only_files_of_peft_hold_stays_exact(tmp_path: Path) -> None:
         stored["prompt_encoder.default.embedding.weight"],
         model.state_dict()["prompt_encoder.default.embedding.weight"],
     )
-    wanted = peft.get_peft_model_state_dict(model)["prompt_embeddings"]
-    assert torch.equal(stored[f"{STORED_PREFIX}:prompt_embeddings"], wanted)
+    expected = peft.get_peft_model_state_dict(model)["prompt_embeddings"]
+    assert torch.equal(stored[f"{STORED_PREFIX}:prompt_embeddings"], expected)
     model.save_pretrained(tmp_path / "wanted")
-    ckptz.restore(tmp_path / "checkpoint-1", tmp_path / "found")  # by the residual file
+    ckptz.restore(tmp_path / "checkpoint-1", tmp_path / "found")  # read with the residual file
     check_same_files(tmp_path / "found", tmp_path / "wanted")
 
 
@@ -192,7 +193,7 @@ def test_an_adapter_of_a_compiled_layer_resumes(tmp_path: Path) -> None:
         layers[0].self_attn = torch.compile(layers[0].self_attn, backend="eager")
         return made
 
-    whole = trained(tmp_path, model())
+    uninterrupted = trained(tmp_path, model())
     assert not any("mlp" in name for name in load_state(tmp_path / "checkpoint-1" / "model.ckptz"))
     resumed = trained(tmp_path / "on", model(), str(tmp_path / "checkpoint-1"))
-    check_equal(final(resumed), final(whole))
+    check_equal(final(resumed), final(uninterrupted))

@@ -1,4 +1,4 @@
-"""What `ckptz restore` writes is what other programs load: safetensors, torch and transformers."""
+"""Files that `ckptz restore` writes load in other programs: safetensors, torch and transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.apps
 
 
 def facts(tensors: dict[str, torch.Tensor]) -> list[Any]:
-    """Names in order, dtypes, shapes and bytes."""
+    """Return names in order, dtypes, shapes and bytes of tensors."""
     return [(n, t.dtype, tuple(t.shape), bits(t).tobytes()) for n, t in tensors.items()]
 
 

@@ -1,4 +1,4 @@
-"""The Hugging Face Trainer with `.ckptz` checkpoints: what is kept resumes, whatever was deleted."""
+"""The Hugging Face Trainer with `.ckptz` checkpoints: kept checkpoints resume, whichever were deleted."""
 
 import functools
 import json
@@ -42,7 +42,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "trainer.py"
 
 @functools.cache
 def uninterrupted(n_steps: int = N_SAVES) -> dict[str, Any]:
-    """What transformers' own Trainer arrives at; nothing is saved."""
+    """Return the result of transformers' own Trainer in a run without saves."""
     run = trainer(Path("unused"), transformers.Trainer, None, save_strategy="no", max_steps=n_steps)
     run.train()
     return final(run)
@@ -51,7 +51,7 @@ def uninterrupted(n_steps: int = N_SAVES) -> dict[str, Any]:
 def test_a_disk_that_fails_where_training_goes_on_takes_no_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The Trainer takes its own state for missing then, and would begin at step 0 with what it has loaded."""
+    """The Trainer would treat its state as missing, and start at step 0 with the loaded weights."""
     trainer(tmp_path, max_steps=2).train()
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.ckptz")}
     isfile = os.path.isfile
@@ -101,14 +101,14 @@ def test_a_checkpoint_that_a_kill_left_unfinished_is_passed_over(tmp_path: Path,
 @pytest.mark.parametrize("left", ["trainer_state.json", "model.ckptz"])
 def test_a_checkpoint_that_was_deleted_in_part_takes_no_younger_one_along(tmp_path: Path, left: str) -> None:
     trainer(tmp_path, max_steps=4, save_total_limit=3).train()
-    old, *whole = checkpoints(tmp_path)
-    for age, folder in enumerate((*reversed(whole), old)):
+    old, *complete = checkpoints(tmp_path)
+    for age, folder in enumerate((*reversed(complete), old)):
         for path in (folder / "trainer_state.json", folder):
             os.utime(path, (1e9 - 100 * age, 1e9 - 100 * age))
     for path in old.iterdir():
         if path.name != left:
             path.unlink()
-    trainer(tmp_path, max_steps=5).train(resume_from_checkpoint=str(whole[-1]))
+    trainer(tmp_path, max_steps=5).train(resume_from_checkpoint=str(complete[-1]))
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-4", "checkpoint-5"]
 
 
@@ -402,7 +402,7 @@ def test_a_save_that_fails_over_a_complete_step_leaves_no_complete_step(
 
 
 def test_ranks_wait_before_they_write_and_before_a_step_is_complete(tmp_path: Path) -> None:
-    """Else a kill leaves a step that counts as complete with random states of another save, or with none."""
+    """Otherwise a kill may leave a complete step with random states of another save, or without."""
     trainer(tmp_path, max_steps=1).train()
     again = trainer(tmp_path, max_steps=1)
     folder, seen = tmp_path / "checkpoint-1", list[set[str]]()
@@ -433,7 +433,7 @@ def test_random_states_that_are_not_restored_are_named(
         RuntimeWarning, match=r"rng-00000\.ckptz: .* not exactly: torch: other values than saved"
     ):
         back._load_rng_state(folder)
-    (tmp_path / "checkpoint-1" / "rng-00000.ckptz").unlink()  # as of a process more than saved
+    (tmp_path / "checkpoint-1" / "rng-00000.ckptz").unlink()  # one process more than at the save
     with pytest.warns(RuntimeWarning, match=r"random states: there is no rng-00000\.ckptz for this process"):
         back._load_rng_state(folder)
 

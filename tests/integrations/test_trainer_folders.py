@@ -1,4 +1,4 @@
-"""Whole folders of the plain Trainer and of accelerate, and files of Lightning, packed and restored."""
+"""Folders of the plain Trainer and accelerate, and files of Lightning, compressed and restored."""
 
 import json
 import shutil
@@ -30,12 +30,12 @@ def total(folder: Path) -> int:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """Folders of three checkpoints, and what the run arrived at one step later."""
+    """Return the folder of a run with three checkpoints, and the result of a run one step longer."""
     folder = tmp_path_factory.mktemp("plain")
     plain(folder, 3, save_total_limit=None).train()
-    whole = plain(folder / "whole", 4, save_strategy="no")
-    whole.train()
-    return folder, final(whole)
+    uninterrupted = plain(folder / "whole", 4, save_strategy="no")
+    uninterrupted.train()
+    return folder, final(uninterrupted)
 
 
 def resumed(folder: Path, tmp_path: Path) -> dict[str, Any]:
@@ -92,10 +92,10 @@ def test_the_plain_trainer_goes_on_from_a_restored_folder(
     plainly.train(resume_from_checkpoint=str(tmp_path / "plain"))
     ours = trainer(tmp_path / "ours", options=options, max_steps=6, **LOGGED)
     ours.train(resume_from_checkpoint=True)
-    whole = plain(tmp_path / "whole", 6, save_strategy="no", **LOGGED)
-    whole.train()
-    assert losses(plainly) == losses(ours) == losses(whole)
-    check_equal(final(plainly), final(whole))
+    uninterrupted = plain(tmp_path / "whole", 6, save_strategy="no", **LOGGED)
+    uninterrupted.train()
+    assert losses(plainly) == losses(ours) == losses(uninterrupted)
+    check_equal(final(plainly), final(uninterrupted))
 
 
 def test_a_restored_adapter_goes_on_in_the_plain_trainer(tmp_path: Path) -> None:
@@ -109,8 +109,8 @@ def test_a_restored_adapter_goes_on_in_the_plain_trainer(tmp_path: Path) -> None
         model = peft.get_peft_model(make("gpt2").train(), config)
         return kind(model, args, train_dataset=tokens(), **more)
 
-    whole = adapted("ours", Trainer, 4, ckptz=ChainOptions(jobs=1), trainable_only=True)
-    whole.train()
+    uninterrupted = adapted("ours", Trainer, 4, ckptz=ChainOptions(jobs=1), trainable_only=True)
+    uninterrupted.train()
     report = ckptz.restore(tmp_path / "ours" / "checkpoint-2", tmp_path / "plain")
     assert not report.notes
     theirs = adapted("theirs", transformers.Trainer, 2)
@@ -122,8 +122,8 @@ def test_a_restored_adapter_goes_on_in_the_plain_trainer(tmp_path: Path) -> None
     assert names[0] == names[1]
     resumed = adapted("on", transformers.Trainer, 4)
     resumed.train(resume_from_checkpoint=str(tmp_path / "plain"))
-    assert losses(resumed) == losses(whole)
-    check_equal(final(resumed), final(whole))
+    assert losses(resumed) == losses(uninterrupted)
+    check_equal(final(resumed), final(uninterrupted))
 
 
 def test_scalers_and_ranks_have_files_of_their_own(tmp_path: Path) -> None:
@@ -150,8 +150,8 @@ def test_what_a_plain_folder_needs_is_said(tmp_path: Path) -> None:
     ckptz.restore(folder, tmp_path / "plain", force=True)
     with pytest.raises(ConfigError, match=r"name a step, .*@STEP.* such as .*checkpoint-1.model.ckptz"):
         ckptz.restore(tmp_path, tmp_path / "model.safetensors")
-    rest, tied = ckptz.restore(f"{tmp_path}@1", tmp_path / "model.safetensors").notes
-    assert f"ckptz restore {folder} -o DIR restores all" in rest
+    other_files, tied = ckptz.restore(f"{tmp_path}@1", tmp_path / "model.safetensors").notes
+    assert f"ckptz restore {folder} -o DIR restores all" in other_files
     assert "tied tensors are stored once: without lm_head.weight" in tied
     ckptz.torch.save_file({"x": torch.ones(3)}, folder / "state.ckptz")
     with pytest.raises(CorruptionError, match="CkptzTrainerMixin"):
@@ -161,9 +161,9 @@ def test_what_a_plain_folder_needs_is_said(tmp_path: Path) -> None:
 
 def test_a_packed_folder_is_a_model(run: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     ckptz.compress(run[0] / "checkpoint-3", tmp_path / "packed")
-    wanted = transformers.GPT2LMHeadModel.from_pretrained(run[0] / "checkpoint-3").state_dict()
-    found = from_pretrained(transformers.GPT2LMHeadModel, tmp_path / "packed").state_dict()
-    check_equal(dict(found), dict(wanted))
+    expected = transformers.GPT2LMHeadModel.from_pretrained(run[0] / "checkpoint-3").state_dict()
+    loaded = from_pretrained(transformers.GPT2LMHeadModel, tmp_path / "packed").state_dict()
+    check_equal(dict(loaded), dict(expected))
 
 
 def test_numbered_moments_are_found_by_the_model_of_the_config(
@@ -176,9 +176,10 @@ def test_numbered_moments_are_found_by_the_model_of_the_config(
     restored = load_file(report.output)
     for number, state in exact.items():
         if state["exp_avg"].dim() > 1:
-            found = restored[f"state.{number}.exp_avg_sq"]
-            assert not torch.equal(found, state["exp_avg_sq"]), number
-            assert bool((found[state["exp_avg_sq"] > 0] > 0).all()), "never zero under a live gradient"
+            second_moment = restored[f"state.{number}.exp_avg_sq"]
+            assert not torch.equal(second_moment, state["exp_avg_sq"]), number
+            has_gradient = state["exp_avg_sq"] > 0
+            assert bool((second_moment[has_gradient] > 0).all()), "never zero under a live gradient"
     shutil.copytree(source, tmp_path / "alone")
     (tmp_path / "alone" / "config.json").unlink()
     [unknown] = ckptz.compress(tmp_path / "alone", tmp_path / "unknown", config=Grid(min_elements=1))
@@ -227,12 +228,12 @@ def test_folders_of_accelerate_come_back_whole(tmp_path: Path) -> None:
 
     step()
     accelerator.save_state(str(tmp_path / "plain"))
-    wanted = step()
+    expected = step()
     [report] = ckptz.compress(tmp_path / "plain", tmp_path / "packed")
     assert "optimizer.bin" not in {path.name for path in (tmp_path / "packed").iterdir()}
     ckptz.restore(report.output, tmp_path / "back")
     accelerator.load_state(str(tmp_path / "back"))
-    assert all(map(torch.equal, step(), wanted))
+    assert all(map(torch.equal, step(), expected))
 
 
 def test_files_of_lightning_come_back_under_their_names(tmp_path: Path) -> None:
@@ -268,7 +269,7 @@ def test_files_of_lightning_come_back_under_their_names(tmp_path: Path) -> None:
     assert report.n_lossy > 4, "weights and moments"
     [report] = ckptz.compress(tmp_path / "last.ckpt", tmp_path / "exact.ckptz")
     ckptz.restore(report.output, tmp_path / "back.ckpt")
-    found, wanted = (
+    restored, expected = (
         run(4, ckpt_path=tmp_path / name).lightning_module.state_dict() for name in ("back.ckpt", "last.ckpt")
     )
-    check_equal(dict(found), dict(wanted))
+    check_equal(dict(restored), dict(expected))

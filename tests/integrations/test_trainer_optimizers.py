@@ -1,4 +1,4 @@
-"""The Trainer goes on exactly where it was, with any optimizer of PyTorch and any groups of parameters."""
+"""The Trainer resumes exactly with all optimizers of PyTorch and any parameter groups."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.apps
 
 
 class Trainer(CkptzTrainerMixin, transformers.Trainer):
-    """Trains by gradients that follow from the number of the step alone."""
+    """Trainer whose gradients depend on the step number only."""
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         step = self.state.global_step
@@ -38,7 +38,7 @@ class Trainer(CkptzTrainerMixin, transformers.Trainer):
 
 
 class Widen(transformers.TrainerCallback):
-    """Keeps the state of an optimizer in fp32 from the first step on."""
+    """Callback that converts an optimizer's state to fp32 before the first step."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -57,15 +57,15 @@ def trainer(folder: Path, run: Run) -> Any:
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(run.optimizer, lambda step: 1 / (1 + step))
     data = [{"x": torch.zeros(1)} for _ in range(ENDS_AT)]
-    made = Trainer(run.model, arguments, train_dataset=data, optimizers=(run.optimizer, schedule))
-    made.add_callback(Widen(run))
-    return made
+    result = Trainer(run.model, arguments, train_dataset=data, optimizers=(run.optimizer, schedule))
+    result.add_callback(Widen(run))
+    return result
 
 
 def outcome(folder: Path, make: Any, precision: str, grouping: str) -> str:
-    whole, resumed = Run(make, precision, grouping), Run(make, precision, grouping)
+    uninterrupted, resumed = Run(make, precision, grouping), Run(make, precision, grouping)
     try:
-        trainer(folder, whole).train()
+        trainer(folder, uninterrupted).train()
     except (RuntimeError, TypeError, ValueError, AssertionError, KeyError) as error:
         if type(error).__module__.startswith("ckptz"):
             return "refused"
@@ -73,7 +73,7 @@ def outcome(folder: Path, make: Any, precision: str, grouping: str) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         trainer(folder, resumed).train(resume_from_checkpoint=str(folder / f"checkpoint-{SAVED_AT}"))
-    assert resumed.state() == whole.state()
+    assert resumed.state() == uninterrupted.state()
     return "equal"
 
 

@@ -1,4 +1,4 @@
-"""The Trainer on two ranks that hold the same model: one writes, both resume, each as it was."""
+"""The Trainer on two ranks with one model: one rank writes, and both resume in their own random states."""
 
 import json
 import os
@@ -21,7 +21,7 @@ N_STEPS = 4
 
 
 class Watched(Trainer):
-    """Keeps the losses, which depend on the data order and on dropout."""
+    """Trainer that records its losses, which depend on the data order and on dropout."""
 
     losses: list[float]
 
@@ -32,7 +32,7 @@ class Watched(Trainer):
 
 
 def one_rank(folder: Path, play: str, n_steps: int) -> None:
-    """Train, resuming where there is something, and say what came of it."""
+    """Train on one rank, from the newest checkpoint if there is one, and write the result to a file."""
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     store = dist.FileStore(str(folder.parent / f"{play}.store"), N_RANKS)
@@ -41,13 +41,13 @@ def one_rank(folder: Path, play: str, n_steps: int) -> None:
     run.losses = []
     run.train(resume_from_checkpoint=bool(list(folder.glob("checkpoint-*"))))
     sums = {name: tensor.double().sum().item() for name, tensor in run.model.state_dict().items()}
-    said = {"losses": run.losses, "sums": sums, "wrapped": type(run.model_wrapped).__name__}
-    (folder.parent / f"{play}-{rank}.json").write_text(json.dumps(said))
+    result = {"losses": run.losses, "sums": sums, "wrapped": type(run.model_wrapped).__name__}
+    (folder.parent / f"{play}-{rank}.json").write_text(json.dumps(result))
     dist.destroy_process_group()
 
 
 def played(folder: Path, play: str, n_steps: int) -> list[dict[str, Any]]:
-    """What every rank says of training up to a step."""
+    """Train on all ranks up to a step and return the result of each."""
     command = [sys.executable, "-m", "tests.integrations.test_trainer_ranks", str(folder), play, str(n_steps)]
     n_ranks = str(N_RANKS)
     shared = os.environ | {"WORLD_SIZE": n_ranks, "LOCAL_WORLD_SIZE": n_ranks, "OMP_NUM_THREADS": "1"}
@@ -61,10 +61,10 @@ def played(folder: Path, play: str, n_steps: int) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_one_rank_writes_and_both_resume_bit_for_bit(tmp_path: Path) -> None:
-    whole = played(tmp_path / "whole", "whole", N_STEPS)
-    assert [rank["wrapped"] for rank in whole] == ["DistributedDataParallel"] * N_RANKS
-    assert whole[0]["losses"] != whole[1]["losses"], "each rank has data and dropout of its own"
-    assert whole[0]["sums"] == whole[1]["sums"]
+    uninterrupted = played(tmp_path / "whole", "whole", N_STEPS)
+    assert [rank["wrapped"] for rank in uninterrupted] == ["DistributedDataParallel"] * N_RANKS
+    assert uninterrupted[0]["losses"] != uninterrupted[1]["losses"], "data and dropout of ranks differ"
+    assert uninterrupted[0]["sums"] == uninterrupted[1]["sums"]
 
     played(tmp_path / "run", "begun", 2)
     saved = tmp_path / "run" / "checkpoint-2"
@@ -77,8 +77,8 @@ def test_one_rank_writes_and_both_resume_bit_for_bit(tmp_path: Path) -> None:
 
     resumed = played(tmp_path / "run", "resumed", N_STEPS)
     for rank in range(N_RANKS):
-        assert resumed[rank]["losses"] == whole[rank]["losses"][2:]
-        assert resumed[rank]["sums"] == whole[rank]["sums"]
+        assert resumed[rank]["losses"] == uninterrupted[rank]["losses"][2:]
+        assert resumed[rank]["sums"] == uninterrupted[rank]["sums"]
 
 
 if __name__ == "__main__":

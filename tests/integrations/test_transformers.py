@@ -1,4 +1,4 @@
-"""transformers models from `.ckptz` files: the same model as from the files that were compressed."""
+"""transformers models from `.ckptz` files are those from the files that were compressed."""
 
 import doctest
 import json
@@ -64,10 +64,10 @@ def test_the_class_of_the_model_will_do(name: str) -> None:
 
 
 def test_some_of_these_models_are_tied() -> None:
-    found = {name: ties(expected(name)) for name in MAKERS}
-    assert found["gpt2"] == [{"lm_head.weight", "transformer.wte.weight"}]
-    assert len(found["t5"][0]) >= 3
-    assert found["bert"] == found["llama"] == []
+    tied_names = {name: ties(expected(name)) for name in MAKERS}
+    assert tied_names["gpt2"] == [{"lm_head.weight", "transformer.wte.weight"}]
+    assert len(tied_names["t5"][0]) >= 3
+    assert tied_names["bert"] == tied_names["llama"] == []
 
 
 def test_a_loaded_model_trains_and_saves(tmp_path: Path) -> None:
@@ -112,9 +112,9 @@ def test_one_torch_file_is_a_model_too(tmp_path: Path) -> None:
 def test_a_torch_file_that_is_no_state_is_refused(what: str, tmp_path: Path) -> None:
     model = make("bert")
     model.config.save_pretrained(tmp_path)
-    state, whole = model.state_dict(), torch.zeros(9)
-    view = {**state, "a": whole[:5], "b": whole[3:]}
-    torch.save({"nested": {"model": state}, "a view": view, "a list": [whole]}[what], tmp_path / "model.pt")
+    state, buffer = model.state_dict(), torch.zeros(9)
+    view = {**state, "a": buffer[:5], "b": buffer[3:]}
+    torch.save({"nested": {"model": state}, "a view": view, "a list": [buffer]}[what], tmp_path / "model.pt")
     compress(tmp_path / "model.pt", output=tmp_path / "model.ckptz")
     with pytest.raises(UnsupportedError, match=r"model\.ckptz.*(ckptz restore|not a state_dict)"):
         from_pretrained(type(model), tmp_path)
@@ -132,7 +132,7 @@ def test_a_delta_loads_with_its_base(way: str, tmp_path: Path) -> None:
     compress(tmp_path / "tuned", output=tmp_path / "delta", base=base)
     assert (tmp_path / "delta" / "model.ckptz").stat().st_size < base.stat().st_size / 2
     check_same(load(way, AUTO["llama"], tmp_path / "delta"), tuned)
-    (link,) = (tmp_path / "delta").glob("base-*.ckptz")  # which makes the folder whole
+    (link,) = (tmp_path / "delta").glob("base-*.ckptz")  # which completes the folder
     link.unlink()
     with pytest.raises(MissingBaseError, match=r"base-\w+\.ckptz"):
         load(way, AUTO["llama"], tmp_path / "delta")
@@ -242,7 +242,7 @@ def test_arguments_mean_what_they_mean_to_transformers(what: str, kind: str) -> 
     name, arguments = ARGUMENTS[what]
     original, packed = folders(name)
     loader = AUTO[name] if kind == "auto" else type(expected(name))
-    torch.manual_seed(5)  # for a head that is new
+    torch.manual_seed(5)  # for a new head
     theirs = loader.from_pretrained(original, **arguments)
     torch.manual_seed(5)
     check_same(from_pretrained(loader, packed, **arguments), theirs)
@@ -351,12 +351,12 @@ def test_low_memory_decodes_a_tensor_at_a_time() -> None:
 def test_damage_is_an_error_and_no_model(way: str, tmp_path: Path) -> None:
     shutil.copytree(folders("gpt2")[1], tmp_path / "x")
     file = tmp_path / "x" / "model.ckptz"
-    whole = file.read_bytes()
-    for at in (len(whole) // 3, len(whole) // 2):
-        file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    content = file.read_bytes()
+    for at in (len(content) // 3, len(content) // 2):
+        file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
         with pytest.raises(ChecksumError, match=r"model\.ckptz"):
             load(way, AUTO["gpt2"], tmp_path / "x")
-    file.write_bytes(whole[:-5])
+    file.write_bytes(content[:-5])
     with pytest.raises(FormatError):
         load(way, AUTO["gpt2"], tmp_path / "x")
 
@@ -371,7 +371,7 @@ def test_what_is_no_folder_of_a_model_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=name):
             from_pretrained(AUTO["gpt2"], packed, **{name: {}})
     shutil.copy(packed / "model.ckptz", tmp_path)
-    with pytest.raises((OSError, ValueError), match=r"config\.json"):  # as transformers says it
+    with pytest.raises((OSError, ValueError), match=r"config\.json"):  # the message of transformers
         from_pretrained(AUTO["gpt2"], tmp_path)
 
 
@@ -381,7 +381,7 @@ def test_what_would_be_left_out_is_refused(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "x" / "custom_generate" / "generate.py").write_text("")
     (tmp_path / "x" / "adapter_config.json").write_text("{}")
     monkeypatch.setattr(integration, "is_peft_available", lambda: False)
-    assert from_pretrained(AUTO["gpt2"], tmp_path / "x")  # as transformers does without PEFT and trust
+    assert from_pretrained(AUTO["gpt2"], tmp_path / "x")  # as transformers without PEFT
     with pytest.raises(UnsupportedError, match="generate"):
         from_pretrained(AUTO["gpt2"], tmp_path / "x", trust_remote_code=True)
     monkeypatch.setattr(integration, "is_peft_available", lambda: True)
@@ -391,9 +391,9 @@ def test_what_would_be_left_out_is_refused(tmp_path: Path, monkeypatch: pytest.M
 
 def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    found = doctest.testmod(integration)
-    assert found.attempted > 5
-    assert found.failed == 0
+    results = doctest.testmod(integration)
+    assert results.attempted > 5
+    assert results.failed == 0
 
 
 def test_a_name_on_the_hub_is_fetched_without_other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -409,13 +409,13 @@ def test_a_name_on_the_hub_is_fetched_without_other_weights(monkeypatch: pytest.
     assert (asked["name"], asked["revision"]) == ("org/name", "v1")
     assert "*.ckptz" in asked["allow_patterns"]
     assert "*.safetensors" not in asked["allow_patterns"]
-    wanted = from_pretrained(AUTO["gpt2"], packed).state_dict()
-    assert all(torch.equal(tensor, wanted[name]) for name, tensor in loaded.state_dict().items())
+    expected = from_pretrained(AUTO["gpt2"], packed).state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.state_dict().items())
 
 
 def test_a_folder_goes_to_the_hub_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, packed = make("gpt2"), tmp_path / "packed"
-    model.save_pretrained(packed)  # with plain weights, which stay here
+    model.save_pretrained(packed)  # with plain weights, which are not downloaded
     first = {name: value + 1 for name, value in model.state_dict().items() if name != "lm_head.weight"}
     save_file(first, packed / "base-1.ckptz")
     save_model(model, packed / "model.ckptz", base=packed / "base-1.ckptz")

@@ -1,4 +1,4 @@
-"""The tree: every value of the grammar survives, everything else is refused by name."""
+"""The tree: every value of the grammar round-trips, all others are refused by name."""
 
 import itertools
 import json
@@ -110,7 +110,7 @@ def with_attribute() -> OrderedDict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "message"),
     [
         ({"a": [0, Custom()]}, r"'a\.1'.*Custom"),
         ({"a": {1, 2}}, r"'a'.*type set"),
@@ -131,8 +131,8 @@ def with_attribute() -> OrderedDict[str, int]:
         ({float("nan"): 1, float("nan"): 2}, "the root: a key occurs twice"),
     ],
 )
-def test_what_has_no_form_is_refused_with_its_place_and_type(value: Any, said: str) -> None:
-    with pytest.raises(UnsupportedError, match=said):
+def test_what_has_no_form_is_refused_with_its_place_and_type(value: Any, message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
         pack_node(value)
 
 
@@ -178,7 +178,7 @@ CORRUPT_NODES: list[Any] = [
 
 @pytest.mark.parametrize("node", CORRUPT_NODES, ids=lambda node: re.sub(r"\W+", "-", ascii(node)))
 def test_what_the_grammar_does_not_know_is_corrupt(node: Any) -> None:
-    """Here is what `spec_cases_tree.py` has not."""
+    """Cases that `spec_cases_tree.py` lacks."""
     with pytest.raises(CorruptionError, match=r"^tree: "):
         parse_tree(wrapped({"dict": [["k", node]]}))
 
@@ -204,21 +204,21 @@ def test_any_other_json_is_a_tree_or_corrupt(node: Any) -> None:
 
 
 def colliding_tuples(n: int) -> list[Any]:
-    """Nodes of `n` tuples of two numbers that Python gives the same hash: it mixes by known constants."""
+    """Return nodes of `n` pairs of integers with equal hashes, computed from Python's constants (xxHash)."""
     prime_1, prime_2, mask = 11400714785074694791, 14029467366897019727, (1 << 64) - 1
-    found: list[Any] = []
+    nodes: list[Any] = []
     target = hash((1 << 60, 0)) - (2 ^ 2870177450012600261 ^ 3527539)
     for first in itertools.count():
         mixed = 2870177450012600261 + first * prime_2 & mask
         mixed = (mixed << 31 | mixed >> 33) * prime_1 & mask
-        wanted = (target - 0) * pow(prime_1, -1, 1 << 64) & mask
-        wanted = (wanted << 33 | wanted >> 31) & mask
-        second = (wanted - mixed) * pow(prime_2, -1, 1 << 64) & mask
+        lane = (target - 0) * pow(prime_1, -1, 1 << 64) & mask
+        lane = (lane << 33 | lane >> 31) & mask
+        second = (lane - mixed) * pow(prime_2, -1, 1 << 64) & mask
         if second < (1 << 61) - 1:
             assert hash((first, second)) == hash((1 << 60, 0)), "another Python"
-            found.append({"tuple": [pack_node(first), pack_node(second)]})
-        if len(found) == n:
-            return found
+            nodes.append({"tuple": [pack_node(first), pack_node(second)]})
+        if len(nodes) == n:
+            return nodes
     raise AssertionError
 
 

@@ -1,4 +1,4 @@
-"""What `ckptz compress` takes of nested states, `ckptz restore` gives back; the rest is refused before."""
+"""Nested states that `ckptz compress` accepts are restored; all others are refused before it writes."""
 
 import argparse
 import collections
@@ -42,7 +42,7 @@ class Subclass(torch.Tensor):  # torch is an optional import here
 
 QUICK = settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 LONG = settings(QUICK, max_examples=10_000)
-MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # thousands of files, none to last
+MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # thousands of temporary files
 FILES = ("pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin")
 
 
@@ -55,9 +55,10 @@ def restore(source: Path, output: Path) -> None:
 
 
 def loaded(path: Path) -> Any:
-    """A file of our own, also where torch's safe reader does not take what torch writes.
+    """Load a trusted torch file without `weights_only`.
 
-    That are b"", integers of more than 255 bytes, and some types of tensors with gradients.
+    torch writes some values that `weights_only=True` rejects: b"", integers of more than 255 bytes, and
+    some types of tensors with gradients.
     """
     with torch.no_grad():
         return torch.load(path, weights_only=False)
@@ -71,7 +72,7 @@ def check_file(state: Any, folder: Path) -> None:
 
 
 def check_folder(state: dict[Any, Any], folder: Path) -> None:
-    """The same as two shards of a folder, with an index if all keys are names."""
+    """Round-trip a state as a folder of two shards, with an index if all keys are strings."""
     hub, items = folder / "hub", list(state.items())
     hub.mkdir()
     for i, file in enumerate(FILES):
@@ -97,7 +98,7 @@ def test_every_state_that_can_be_kept_comes_back(how: settings) -> None:
 
 
 def check_shared(drawn: Drawn) -> None:
-    """A file that torch itself never writes: restored whole, or refused where torch cannot write it again."""
+    """Require that untyped storage is restored, or refused if torch cannot save it again."""
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
         path = Path(folder) / "in.pt"
         save_untyped(drawn.state, path)
@@ -119,7 +120,7 @@ def test_memory_of_several_types_comes_back_or_is_refused(n: int) -> None:
 
 def quantized() -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch means to drop them
+        warnings.simplefilter("ignore")  # torch deprecates them
         return torch.quantize_per_tensor(torch.zeros(3), 0.1, 0, torch.qint8)
 
 
@@ -174,7 +175,7 @@ def test_each_value_that_cannot_be_kept_is_refused(spoilt: Any, tmp_path: Path) 
 
 
 def bare(value: Any) -> Any:
-    """A state less what a folder of torch does not keep of its tensors: flags, strides, shared memory."""
+    """Return a state without the tensor attributes that DCP folders drop: flags, strides, shared memory."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.shape, bits_of(value)
     if isinstance(value, dict):
@@ -186,7 +187,7 @@ def bare(value: Any) -> Any:
 @given(dcp_states())
 def test_folders_of_torch_distributed_come_back_as_torch_reads_them(drawn: Drawn) -> None:
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it runs in a single process
+        warnings.simplefilter("ignore")  # the warning about a single process
         source, read = Path(folder) / "in", Path(folder) / "read.pt"
         try:
             dcp.save(drawn.state, storage_writer=FileSystemWriter(source), no_dist=True)
@@ -204,7 +205,7 @@ def test_folders_of_torch_distributed_come_back_as_torch_reads_them(drawn: Drawn
 
 
 def test_a_state_that_joins_too_deep_is_refused(tmp_path: Path) -> None:
-    """Beside an optimizer a state stands one level deeper than alone."""
+    """A state that is joined with an optimizer is nested one level deeper."""
     torch.save({"w": torch.ones(2), "deep": deep(62)}, tmp_path / "model.pt")
     torch.save({"state": {}}, tmp_path / "optimizer.pt")
     compress(tmp_path / "model.pt", tmp_path / "alone.ckptz")

@@ -1,4 +1,4 @@
-"""`apply_`: bit for bit, in place, checked before the first write, and whole or not at all."""
+"""`apply_`: exact, in place, checked before the first write, and all or nothing."""
 
 import contextlib
 from pathlib import Path
@@ -28,13 +28,13 @@ from tests.support.sync_support import (
 
 
 def delta_of(first: State, second: State, folder: Path, **options: Any) -> Path:
-    """A delta between two states, made in a folder of its own."""
+    """Write two states and return the path of the delta between them."""
     save_file(first, folder / "a.ckptz")
     save_file(second, folder / "b.ckptz", base=folder / "a.ckptz", **options)
     return folder / "b.ckptz"
 
 
-# --- what it does -------------------------------------------------------------------------------
+# --- values and memory -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("jobs", [1, 3])
@@ -60,7 +60,7 @@ def test_the_bytes_of_a_delta_do_as_well_as_its_file(tmp_path: Path) -> None:
 def test_a_delta_of_dense_frames_is_applied_too(tmp_path: Path) -> None:
     first = a_state()
     second = moved(first, 3)
-    delta = delta_of(first, second, tmp_path)  # the smallest, with contexts by the base's magnitude
+    delta = delta_of(first, second, tmp_path)  # the smallest files, with contexts by the base's magnitude
     apply_(first, delta)
     assert same(first, second)
 
@@ -155,7 +155,7 @@ def test_what_does_not_change_is_neither_decoded_nor_written(
 
 @pytest.fixture
 def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors in host memory take the way of those on an accelerator."""
+    """Apply deltas to host tensors by the code for accelerators."""
     monkeypatch.setattr(applying, "_HostTensor", applying._FlatTensor)
 
 
@@ -231,11 +231,11 @@ def test_damage_in_the_last_chunk_is_found_before_the_first_write(tmp_path: Path
         apply_(live, bytes(damaged), check="stored")
 
 
-# --- whole or not at all ------------------------------------------------------------------------
+# --- all or nothing ------------------------------------------------------------------------
 
 
 def interrupt(monkeypatch: pytest.MonkeyPatch, at: int, error: BaseException, then: int = 0) -> None:
-    """Writing fails at the n-th tensor, when half of it is written, and again `then` writes later."""
+    """Raise `error` in the middle of write number `at`, and again `then` writes later if it is not 0."""
     n_writes = 0
 
     put = applying._HostTensor.put

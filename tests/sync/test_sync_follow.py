@@ -1,4 +1,4 @@
-"""Follower: every step or some, late, restarted, by longer deltas; what it refuses, tensors untouched."""
+"""Follower: all steps or some, late starts, restarts, longer deltas, and refusals that change no tensor."""
 
 import shutil
 from pathlib import Path
@@ -153,12 +153,12 @@ def test_a_damaged_file_on_the_way(tmp_path: Path) -> None:
     live, follower = cloned(states[0]), Follower(tmp_path)
     follower.apply_to(live, step=0)
     path = tmp_path / "step-000002.from-000001.ckptz"
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-50])
+    content = path.read_bytes()
+    path.write_bytes(content[:-50])
     with pytest.raises(FormatError, match=r"step-000002\.from-000001"):
         follower.apply_to(live)
     assert follower.step == 1
     assert same(live, states[1])
-    path.write_bytes(whole)
+    path.write_bytes(content)
     follower.apply_to(live)
     assert same(live, states[2])

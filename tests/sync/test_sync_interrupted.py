@@ -16,7 +16,7 @@ from ckptz.sync import Follower, Publisher
 from tests.support.sync_support import State, a_state, cloned, published, same
 
 MODULES = ("ckptz/sync/follower.py", "ckptz/api/apply.py")
-# From the first write of a delta to the update of `step`: what is not written whole, or not counted.
+# The code from the first write of a delta to the update of `step`.
 COMMITTING = (Follower.apply_to, Follower._apply, Follower.reset, apply.patch)
 COMMITTING += (apply._commit, apply._Edit.apply)
 
@@ -24,9 +24,9 @@ COMMITTING += (apply._commit, apply._Edit.apply)
 def interrupted_at(
     position: int, run: Any, modules: tuple[str, ...] = MODULES, codes: Collection[CodeType] = ()
 ) -> bool:
-    """Run, with a KeyboardInterrupt at the bytecode of this number; False if there were fewer.
+    """Call `run` with a KeyboardInterrupt at the bytecode of this number; return False if there were fewer.
 
-    Bytecodes of `codes` count, or without these all of `modules`.
+    Only bytecodes of `codes` count, or all of `modules` if there are no codes.
     """
     n = 0
 
@@ -54,7 +54,7 @@ def interrupted_at(
 def sweep(
     folder: Path, states: list[State], first: int, stride: int, codes: Collection[CodeType] = ()
 ) -> tuple[int, int]:
-    """Interrupt an update at one position after another; return how many there were, and wrong values."""
+    """Interrupt updates at one position after another; return numbers of interrupts and wrong results."""
     n_interrupted = n_wrong = 0
     while True:
         live, follower = cloned(states[1]), Follower(folder, check="stored", jobs=1)
@@ -88,7 +88,7 @@ def test_no_interrupt_between_a_write_and_its_step_makes_a_follower_apply_a_delt
 
 @pytest.mark.parametrize("stride", [11, pytest.param(1, marks=pytest.mark.slow)])
 def test_no_interrupt_ends_a_publisher(tmp_path: Path, stride: int) -> None:
-    """Also one between the name of a file and the publisher's own step."""
+    """Includes interrupts after a file is published and before the publisher has counted the step."""
     trained = {"weight": torch.zeros(64)}
     publisher, live = Publisher(tmp_path, full_every=3, jobs=1), {"weight": torch.ones(64)}
     for position in itertools.count(1, stride):

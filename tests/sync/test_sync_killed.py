@@ -1,4 +1,4 @@
-"""Followers killed at random: what they leave behind is one published step, or is refused by every check."""
+"""Followers killed at random: the tensors are one published step, or every check refuses them."""
 
 import mmap
 import os
@@ -18,17 +18,17 @@ from ckptz.torch import apply_
 from tests.support.sync_support import State, cloned, moved, same
 
 N_TENSORS, N_ELEMENTS, N_STEPS = 24, 500, 5
-PAUSE = 0.0005  # between the tensors of one update, so that many are killed on the way
+PAUSE = 0.0005  # seconds between the tensors of one update, so that many kills hit an update
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that share memory")
 
 
 def shared_state() -> State:
-    """Tensors in memory that outlives the process that writes to them."""
+    """Return tensors in shared memory, which outlives a process that writes to them."""
     size = 2 * N_ELEMENTS
     memory = mmap.mmap(-1, N_TENSORS * size)
-    whole = torch.frombuffer(memory, dtype=torch.bfloat16)
-    parts = whole.split(N_ELEMENTS)
+    buffer = torch.frombuffer(memory, dtype=torch.bfloat16)
+    parts = buffer.split(N_ELEMENTS)
     return {f"layer {i}": part for i, part in enumerate(parts)}
 
 
@@ -47,20 +47,20 @@ def follow_and_be_killed(folder: Path, live: State, after: float, n_begun: int) 
     """Update `live` in another process, slowly, and kill that process.
 
     Args:
-        folder: that it follows.
-        live: tensors that outlive it.
-        after: seconds, counted from then on.
-        n_begun: tensors that it has begun to write; with 0 it may be killed before or after all. Else it
-            waits before the one after the next, as a busy machine may be late to kill it.
+        folder: of the run to follow.
+        live: tensors in shared memory.
+        after: seconds from the first `n_begun` writes to the kill.
+        n_begun: number of tensors whose write must have begun; with 0, the kill may come before or after
+            the update. Otherwise the process pauses two tensors later, as a busy machine may kill it late.
     """
-    begun, said = os.pipe()
+    read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
         real, left = apply._Edit.apply, n_begun + 1
 
         def slowly(self: apply._Edit) -> None:
             nonlocal left
-            os.write(said, b".")
+            os.write(write_end, b".")
             time.sleep(600 if n_begun and not left else PAUSE)
             left -= 1
             real(self)
@@ -70,13 +70,13 @@ def follow_and_be_killed(folder: Path, live: State, after: float, n_begun: int) 
             Follower(folder, jobs=1).apply_to(live)
         finally:
             os._exit(0)
-    os.close(said)
+    os.close(write_end)
     for _ in range(n_begun):
-        os.read(begun, 1)
+        os.read(read_end, 1)
     time.sleep(after)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    os.close(begun)
+    os.close(read_end)
 
 
 @pytest.mark.parametrize("n_kills", [15, pytest.param(100, marks=pytest.mark.slow)])

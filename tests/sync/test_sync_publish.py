@@ -1,4 +1,4 @@
-"""Publisher: what is in the folder, how it restarts, what it refuses, and that files appear whole."""
+"""Publisher: files in the folder, restarts, refusals, and atomic writes."""
 
 import contextlib
 import doctest
@@ -118,7 +118,7 @@ def test_where_the_newest_file_is_damaged_a_full_file_follows(tmp_path: Path) ->
         tensor: Any = opened.tensors["float32"]
         at = tensor._container._data_offset + tensor.entry.offset + tensor.entry.n_bytes - 9
     damaged = bytearray(newest.read_bytes())
-    damaged[at] ^= 1  # which is found out when it is decoded
+    damaged[at] ^= 1  # which only decoding detects
     newest.write_bytes(damaged)
     assert_a_full_file_follows(tmp_path, 2, states[1])
 
@@ -143,7 +143,7 @@ def assert_a_full_file_follows(folder: Path, step: int, state: Any) -> None:
 
 @contextlib.contextmanager
 def disk_of(n_bytes: int) -> Iterator[None]:
-    """No file may grow beyond this, as on a full disk."""
+    """Limit the size of files, so that writes fail as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
     try:
@@ -169,7 +169,7 @@ def test_a_full_disk_publishes_nothing_and_can_be_tried_again(tmp_path: Path) ->
 
 
 def test_a_name_is_seen_when_its_file_is_complete(tmp_path: Path) -> None:
-    """A reader that looks all the time never finds a file that it cannot open."""
+    """A reader that polls continuously can open every file that it lists."""
     stop, problems, n_seen = threading.Event(), [], 0
 
     def watch() -> None:
@@ -267,6 +267,6 @@ def test_the_examples_in_the_docstrings_are_true(
     module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    found = doctest.testmod(importlib.import_module(module))
-    assert found.attempted > 0
-    assert found.failed == 0
+    results = doctest.testmod(importlib.import_module(module))
+    assert results.attempted > 0
+    assert results.failed == 0

@@ -16,7 +16,7 @@ from ckptz.torch import apply_, load_file
 from tests.support.sync_support import State, cloned, moved, same
 
 N_ACTIONS = 9
-SHARES = (0.0, 0.01, 0.01, 0.1, 0.4, 1.0)  # the sparse way, the dense way, both in one file
+SHARES = (0.0, 0.01, 0.01, 0.1, 0.4, 1.0)  # sparse, dense, and both in one file
 
 
 def small_state(seed: int) -> State:
@@ -31,7 +31,7 @@ def small_state(seed: int) -> State:
 
 
 class Engine:
-    """One inference engine: tensors, and the follower that keeps them up to date."""
+    """Inference engine: tensors, and the follower that updates them."""
 
     def __init__(self, folder: Path, rng: random.Random) -> None:
         self.folder, self.rng = folder, rng
@@ -44,7 +44,7 @@ class Engine:
 
 
 class World:
-    """A folder, a publisher, engines, and every state that was ever published."""
+    """Folder, publisher and engines, with every published state."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -57,7 +57,7 @@ class World:
     def files(self) -> list[Version]:
         return versions_in({path.name: path.stat().st_size for path in self.run.glob("*.ckptz")})
 
-    # --- what may happen ------------------------------------------------------------------------
+    # --- events ------------------------------------------------------------------------
 
     def publish(self) -> None:
         self.state = moved(self.state, self.rng.randrange(1 << 30), self.rng.choice(SHARES))
@@ -101,7 +101,7 @@ class World:
         apply_(live, target)
         assert same(live, self.published[last.step])
 
-    # --- what must hold -------------------------------------------------------------------------
+    # --- invariants -------------------------------------------------------------------------
 
     def check_follow(self, engine: Engine) -> None:
         before = cloned(engine.tensors)
@@ -109,8 +109,8 @@ class World:
             step = engine.follower.apply_to(engine.tensors).step
         except MissingBaseError:
             reached = engine.follower.step  # as far as the files lead
-            wanted = before if reached is None else self.published[reached]
-            assert same(engine.tensors, wanted)
+            expected = before if reached is None else self.published[reached]
+            assert same(engine.tensors, expected)
         else:
             assert step == max((version.step for version in self.files()), default=step)
             assert same(engine.tensors, self.published[step])
@@ -118,10 +118,10 @@ class World:
     def check_files(self) -> None:
         for version in self.files():
             try:
-                found = load_file(self.run / version.name, jobs=1)
+                tensors = load_file(self.run / version.name, jobs=1)
             except MissingBaseError:
                 continue
-            assert same(found, self.published[version.step])
+            assert same(tensors, self.published[version.step])
 
     def check_recovery(self) -> None:
         self.publisher = Publisher(self.run, full_every=1, jobs=1)

@@ -1,4 +1,4 @@
-"""Sparse chunks: what they hold, that any decoder reads them, and that their cost follows the changes."""
+"""Sparse chunks: their contents, decoding without the fast path, and sizes by the number of changes."""
 
 import io
 from typing import Any
@@ -30,12 +30,12 @@ Array = np.ndarray[Any, Any]
 FLOATS_AND_INTEGERS = ("BF16", "F16", "F32", "F64", "F8_E4M3", "I32", "I64", "U8", "BOOL")
 
 ascending = st.lists(st.integers(0, 3000), unique=True, max_size=60).map(
-    lambda found: np.array(sorted(found), np.int64)
+    lambda positions: np.array(sorted(positions), np.int64)
 )
 
 
 def frame_of(patterns: Array, base: Array, name: str = "BF16") -> tuple[FrameHeader, EncodedChunk]:
-    """A tensor of one chunk, planned and encoded as the publisher does it."""
+    """Encode a tensor of one chunk as the publisher does; return its frame header and the chunk."""
     dtype = dtype_of(name)
     source, old = ArraySource(dtype, (len(patterns),), patterns), ArraySource(dtype, (len(base),), base)
     encoding = SPARSE.plan(TensorToEncode(source, old))
@@ -88,7 +88,7 @@ def test_gaps_that_do_not_fit_are_refused(gaps: Array, n_values: int, n: int) ->
 
 
 def decoded_by_planes(header: FrameHeader, chunk: EncodedChunk, base: Array) -> Array:
-    """The rule of the specification, plane by plane with the reference kernels: no fast path."""
+    """Decode a chunk plane by plane by the specification, with the reference kernels."""
     planes, offset = [], 0
     for stream in chunk.record.streams:
         plane = np.empty(len(base), np.uint8)
@@ -122,7 +122,7 @@ def test_a_sparse_chunk_decodes_alike_with_and_without_the_fast_path(name: str, 
 
 @pytest.mark.parametrize("moves", [(1, 128), (128, 1), (128, 128 << 8), (129, 128 << 8)])
 def test_planes_that_change_in_different_places_are_joined(moves: tuple[int, int]) -> None:
-    """128 is 256 in zigzag: the lowest plane does not show it."""
+    """A difference of 128 is 256 in zigzag code, so that the lowest plane is zero."""
     base = np.full(1000, 0x3F800000, np.uint32)
     patterns = base.copy()
     patterns[[3, 700]] += np.uint32(moves[0])
@@ -202,7 +202,7 @@ def bf16_weights(n: int = 1 << 20) -> Array:
 
 
 def one_percent_up_or_down(weights: Array) -> Array:
-    """A step of one unit in the last place, up or down, for one element in a hundred, anywhere."""
+    """Change a random 1 % of elements by one unit in the last place, up or down."""
     rng = np.random.default_rng(8)
     out = weights.copy()
     places = rng.random(len(out)) < 0.01
@@ -211,9 +211,9 @@ def one_percent_up_or_down(weights: Array) -> Array:
 
 
 def one_percent_by_a_small_update(weights: Array) -> Array:
-    """What an update of equal size for all does to bf16 copies: the small weights change."""
+    """Apply a small update to fp32 masters and round to bf16: about 1 %, mostly small weights, change."""
     rng = np.random.default_rng(9)
-    below = rng.integers(-0x7FFF, 0x8000, len(weights))  # what the copy does not show of its fp32 master
+    below = rng.integers(-0x7FFF, 0x8000, len(weights))  # low 16 bits of the fp32 master
     master = ((weights.astype(np.int64) << 16) + below).astype(np.uint32).view(np.float32)
     pattern = (master - np.float32(6.5e-7) * rng.normal(size=len(weights)).astype(np.float32)).view(np.uint32)
     wide = pattern.astype(np.int64)
@@ -235,9 +235,9 @@ def test_one_percent_of_bf16_takes_less_than_the_bar_and_than_zstd(change: Any) 
     )
     with Workers(1) as workers:
         writer.write(sink, job, workers)
-    own = sink.tell()
-    assert own / patterns.nbytes <= 0.014
+    n_bytes = sink.tell()
+    assert n_bytes / patterns.nbytes <= 0.014
     xor = (patterns ^ base).view(np.uint8).reshape(-1, 2)
     planes = [np.ascontiguousarray(xor[:, i]).tobytes() for i in range(2)]
     peer = sum(len(zstandard.ZstdCompressor(3).compress(plane)) for plane in planes)
-    assert own < 0.75 * peer, "the whole file against the bare planes"
+    assert n_bytes < 0.75 * peer, "the whole file against the bare planes"

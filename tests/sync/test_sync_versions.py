@@ -1,4 +1,4 @@
-"""Names of published files, and the way from one step to another."""
+"""Names of published files, and the chain of deltas from one step to another."""
 
 import pytest
 from hypothesis import given, settings
