@@ -1,4 +1,4 @@
-"""The inputs of the corpus: the same bytes on every machine, from integers and single float operations."""
+"""The inputs of the corpus, computed from integers and single float operations: equal on every machine."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -13,21 +13,21 @@ from torch import nn
 from ckptz.hooks import Calibration, SensitivityTracker
 
 Array = np.ndarray[Any, Any]
-Row = tuple[str, Array]  # the format's word for the dtype, and an array of that or of its bit patterns
+Row = tuple[str, Array]  # dtype name of the format, and an array of the dtype or of its bit patterns
 CODES = {"float32": "F32", "float64": "F64", "float16": "F16", "int64": "I64", "uint8": "U8", "bool": "BOOL"}
 N_STEPS = 4
 
 
 def bell(seed: int, *shape: int) -> Array:
-    """Bell-shaped integers, sums of four 16-bit numbers less their mean: within +-131070."""
+    """Return bell-shaped integers within +-131070: sums of four 16-bit numbers minus their mean."""
     raw = (
         np.random.PCG64(seed).random_raw(int(np.prod(shape))).astype("<u8")
-    )  # a stream that numpy guarantees
+    )  # numpy guarantees its random stream
     return raw.view("<u2").reshape(-1, 4).sum(axis=1, dtype=np.int64).reshape(shape) - 131070
 
 
 def floats(seed: int, *shape: int, step: int = 0) -> Array:
-    """Weights of rows of different sizes, which `step` moves a little, as float32."""
+    """Return float32 weights with rows of different magnitudes, which change slightly with `step`."""
     scales = np.ldexp(0.03 / 131070, bell(seed + 1, *shape[:1]) // 65536)
     moved = (
         4096 * bell(seed, *shape) + 7 * step * bell(seed + 2, *shape) + step * bell(seed + 2 + step, *shape)
@@ -36,7 +36,7 @@ def floats(seed: int, *shape: int, step: int = 0) -> Array:
 
 
 class Net(nn.Module):
-    """Layers of every type, with the weights of a step; a call is only good for calibration."""
+    """Network with every type of layer and the weights of a step; its output only serves calibration."""
 
     def __init__(self, step: int = 0) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Net(nn.Module):
 
 
 def adam(net: nn.Module, step: int = 0) -> torch.optim.AdamW:
-    """Its optimizer, with moments."""
+    """Return an AdamW optimizer of a network, with moments."""
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     for i, parameter in enumerate(net.parameters()):
         seed, shape = 5000 + 100 * i, parameter.shape
@@ -65,26 +65,26 @@ def adam(net: nn.Module, step: int = 0) -> torch.optim.AdamW:
 
 
 def arrays(step: int = 0) -> dict[str, Array]:
-    """The weights of a step by name."""
+    """Return the weights of a step by name."""
     return {name: tensor.numpy() for name, tensor in Net(step).state_dict().items()}
 
 
 def state_of(step: int, words: Iterable[str]) -> dict[str, Array]:
-    """Weights, and optimizer state under the words that optimizers use."""
+    """Return weights, and optimizer state under the given keys of optimizers."""
     net = Net(step)
     optimizer, state = adam(net, step), arrays(step)
     for name, parameter in net.named_parameters():
-        found = {word: tensor.numpy() for word, tensor in optimizer.state[parameter].items()}
-        found["momentum_buffer"], found["square_avg"] = found["exp_avg"], found["exp_avg_sq"]
+        values = {word: tensor.numpy() for word, tensor in optimizer.state[parameter].items()}
+        values["momentum_buffer"], values["square_avg"] = values["exp_avg"], values["exp_avg_sq"]
         if parameter.ndim == 2:
-            found["exp_avg_sq_row"] = np.ascontiguousarray(found["exp_avg_sq"][:, 0])
-            found["exp_avg_sq_col"] = np.ascontiguousarray(found["exp_avg_sq"][0])
-        state |= {f"optimizer.{name}.{word}": found[word] for word in words if word in found}
+            values["exp_avg_sq_row"] = np.ascontiguousarray(values["exp_avg_sq"][:, 0])
+            values["exp_avg_sq_col"] = np.ascontiguousarray(values["exp_avg_sq"][0])
+        state |= {f"optimizer.{name}.{word}": values[word] for word in words if word in values}
     return state
 
 
 def kinds(step: int = 0) -> dict[str, Row]:
-    """Tensors of every dtype, empty ones, scalars, constants, sparse ones, and floats that are no numbers."""
+    """Return tensors of every dtype, and empty, scalar, constant, sparse and NaN tensors."""
     n, weights = 3000, floats(7, 3000, step=step)
     small = bell(9, n)
     rows: dict[str, Row] = {"F32": ("F32", weights), "F64": ("F64", weights.astype("<f8") / 3)}
@@ -112,7 +112,7 @@ def kinds(step: int = 0) -> dict[str, Row]:
 def write_plain(
     path: Path, rows: Mapping[str, Row | Array], metadata: Mapping[str, str] | None = None
 ) -> Path:
-    """A safetensors file, written from its specification."""
+    """Write a safetensors file by its specification."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     parts: list[bytes] = []
     for name, row in rows.items():
@@ -152,7 +152,7 @@ def resume(state, n_steps):
 
 
 def write_guides(folder: Path) -> None:
-    """What the hooks save: gradients of two steps, and sums over two batches of small integers, all exact."""
+    """Write files of the hooks: gradients of two steps, and sums over two batches of small integers."""
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
     with SensitivityTracker(net, beta=0.5) as tracker:
@@ -169,7 +169,7 @@ def write_guides(folder: Path) -> None:
 
 
 def write_shards(folder: Path, suffix: str, step: int) -> None:
-    """A Hugging Face folder of two shards, of safetensors or of torch files, and a file beside them."""
+    """Write a Hugging Face folder of two shards (safetensors or torch files) and another file."""
     stem, places = ("model" if suffix == ".safetensors" else "pytorch_model"), {}
     for i, part in enumerate((("token", "attn"), ("up", "head", "conv", "ln"))):
         name = f"{stem}-{i + 1:05d}-of-00002{suffix}"
@@ -185,7 +185,7 @@ def write_shards(folder: Path, suffix: str, step: int) -> None:
 
 
 def nested(step: int = 0) -> dict[str, Any]:
-    """What a torch file holds: two states, a tensor twice, a view, and values of every kind."""
+    """Return a state for a torch file: two states, a shared tensor, a view, and values of every kind."""
     net = Net(step)
     long = torch.from_numpy(floats(4, 50, 40, step=step))
     extra = {"long": long, "twice": long, "view": long[3:7, ::2], "t": long.T, "half": long.bfloat16()}
@@ -199,7 +199,7 @@ def nested(step: int = 0) -> dict[str, Any]:
 
 
 def write_inputs(folder: Path) -> None:
-    """All of them."""
+    """Write all inputs of the corpus."""
     for step in range(N_STEPS):
         write_plain(folder / f"weights-{step}.safetensors", arrays(step), {"step": str(step)})
         write_plain(folder / f"adam-{step}.safetensors", state_of(step, ("step", "exp_avg", "exp_avg_sq")))

@@ -1,4 +1,4 @@
-"""Files of calibrations: what they hold, whom they fit, and what is refused."""
+"""Files of calibrations: contents, matching models, and refusals."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from tests.support.hooks_support import rewrite
 
 
 class Everything(nn.Module):
-    """One layer of each kind, and a head that is tied to the embedding."""
+    """Network with one layer of each kind, and a head that is tied to the embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ def test_a_calibration_of_nothing_is_not_saved(tmp_path: Path) -> None:
 
 
 def content(change: Callable[[Any], None]) -> Callable[[Any, dict[str, str]], None]:
-    """A change of the parsed metadata."""
+    """Return a function that changes the parsed metadata of a file."""
 
     def apply(_: Any, metadata: dict[str, str]) -> None:
         value = json.loads(metadata[KEY_CONTENT])
@@ -171,7 +171,7 @@ def content(change: Callable[[Any], None]) -> Callable[[Any, dict[str, str]], No
 
 
 def row(index: int, **fields: Any) -> Callable[[Any, dict[str, str]], None]:
-    """A change of one layer's row; 0 embedding, 1 linear, 2 conv, 3 head, 4 gate."""
+    """Return a function that changes the row of a layer: 0 embedding, 1 linear, 2 conv, 3 head, 4 gate."""
     return content(lambda value: value["modules"][index].update(fields))
 
 
@@ -243,12 +243,12 @@ def test_values_are_checked_only_when_they_are_read(saved: Path) -> None:
 
 
 def test_newer_missing_and_cut_files_are_refused(saved: Path) -> None:
-    whole = saved.read_bytes()
-    for n_bytes in (0, 7, 200, len(whole) - 1):
-        saved.write_bytes(whole[:n_bytes])
+    content = saved.read_bytes()
+    for n_bytes in (0, 7, 200, len(content) - 1):
+        saved.write_bytes(content[:n_bytes])
         with pytest.raises(CalibrationError, match="calibration: not a complete safetensors file"):
             CalibrationFile(saved)
-    saved.write_bytes(whole)
+    saved.write_bytes(content)
     rewrite(saved, lambda _, metadata: metadata.update({KEY_VERSION: "2"}))
     with pytest.raises(UnsupportedError, match="calibration: version '2'"):
         CalibrationFile(saved)

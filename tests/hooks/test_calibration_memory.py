@@ -1,4 +1,4 @@
-"""Calibrations: layers that share one sum, and the cap on the memory of all."""
+"""Calibrations: layers that share one sum, and the limit on the memory of all sums."""
 
 import itertools
 from collections.abc import Iterable
@@ -84,7 +84,7 @@ def test_a_tensor_that_is_changed_in_place_is_another_input() -> None:
     batch = normal(5, 4)
     calibration = recorded(Changing([]), batch)
     check_covariance(calibration.covariance("k"), covariance_of(batch.relu().numpy()))
-    with torch.inference_mode():  # its tensors do not count their changes
+    with torch.inference_mode():  # inference tensors have no version counter
         calibration = recorded(Changing([]), batch)
     check_covariance(calibration.covariance("k"), covariance_of(batch.relu().numpy()))
 

@@ -1,4 +1,4 @@
-"""Calibrations: sums of every kind of layer against plain float64, batches, and whole models."""
+"""Calibrations: sums of every kind of layer compared with float64, batches, and models."""
 
 import contextlib
 import functools
@@ -69,9 +69,9 @@ def test_a_model_in_a_wrapper_has_its_own_names() -> None:
 
 
 def patches_of(batch: torch.Tensor, conv: Any) -> list[Array]:
-    """For each group, the vectors that a convolution multiplies `weight.flatten(1)` with, one by one.
+    """Return for each group the vectors that a convolution multiplies with `weight.flatten(1)`.
 
-    Found out from the layer itself: its response to one input is the sum of what its weight picks.
+    They are derived from the layer itself: with a one-hot weight, its output is the selected input.
     """
     n = conv.weight[0].numel()
     groups = []
@@ -175,7 +175,9 @@ def test_the_fused_path_of_encoder_layers_is_not_taken() -> None:
     model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
     calibration = recorded(model, normal(2, 3, 8))
     assert calibration.n_samples == {"linear1": 6, "linear2": 6}
-    assert calibration.missing() == ["self_attn.out_proj"]  # attention uses this weight without its layer
+    assert calibration.missing() == [
+        "self_attn.out_proj"
+    ]  # attention uses this weight without calling its layer
 
 
 # --- batches ---------------------------------------------------------------------------------------
@@ -236,7 +238,7 @@ def test_a_batch_that_is_not_finite_is_left_out_as_a_whole(bad: float) -> None:
 
 def test_the_first_of_the_layers_that_got_bad_values_is_named() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
-    batch = normal(3, 4)  # lives on, while what the layers pass on does not
+    batch = normal(3, 4)  # it stays alive, unlike the layers' outputs
     batch[0, 1] = float("nan")
     calibration = Calibration(model)
     with calibration, pytest.raises(CalibrationError, match="layer '0'"):
@@ -245,7 +247,7 @@ def test_the_first_of_the_layers_that_got_bad_values_is_named() -> None:
 
 
 class Poison(nn.Module):
-    """Puts a value into what passes through; None lets it pass."""
+    """Layer that writes a value into its input, or returns it unchanged if the value is None."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The tracker of gradients: what is averaged, when, under which names, and its file."""
+"""The tracker of gradients: averages, steps, names and files."""
 
 import gc
 import os
@@ -43,7 +43,7 @@ def plain_step(model: nn.Module, optimizer: Optimizer, batch: torch.Tensor) -> N
 
 
 def expected_averages(model: nn.Module, beta: float) -> dict[str, np.ndarray]:
-    """Averages in float64, from the gradients that a plain hook on the optimizer sees."""
+    """Return float64 averages of the gradients that an optimizer hook records."""
     averages: dict[str, np.ndarray] = {}
     optimizer = SGD(model.parameters(), lr=0.1)
 
@@ -61,9 +61,9 @@ def expected_averages(model: nn.Module, beta: float) -> dict[str, np.ndarray]:
 
 
 def check_close(tracker: SensitivityTracker, expected: dict[str, np.ndarray], rtol: float = 1e-5) -> None:
-    found = tracker.gradients()
-    assert set(found) == set(expected)
-    for name, average in found.items():
+    averages = tracker.gradients()
+    assert set(averages) == set(expected)
+    for name, average in averages.items():
         assert average.dtype == torch.float32
         np.testing.assert_allclose(average.numpy(), expected[name], rtol, atol=1e-7, err_msg=name)
 
@@ -102,10 +102,10 @@ def test_micro_batches_are_one_step() -> None:
             optimizer.step()
     other = a_model()
     optimizer = SGD(other.parameters(), lr=0.1)
-    with SensitivityTracker(other, beta=0.5) as whole:
+    with SensitivityTracker(other, beta=0.5) as full_batch:
         for batch in batches(2):
             plain_step(other, optimizer, batch)
-    check_close(tracker, {name: average.numpy() for name, average in whole.gradients().items()})
+    check_close(tracker, {name: average.numpy() for name, average in full_batch.gradients().items()})
 
 
 def test_clipped_gradients_are_averaged_as_clipped() -> None:
@@ -242,12 +242,12 @@ def test_a_tied_weight_is_averaged_once_and_found_by_any_of_its_names(tmp_path: 
 
 
 def compiled(model: nn.Module) -> nn.Module:
-    return torch.compile(model, backend="eager")  # the default one would start its own processes
+    return torch.compile(model, backend="eager")  # the default backend starts processes
 
 
 def replicated(model: nn.Module) -> nn.Module:
     wrapped = DistributedDataParallel(model)
-    wrapped.require_backward_grad_sync = False  # there is nobody to agree with
+    wrapped.require_backward_grad_sync = False  # without other ranks
     return wrapped
 
 
@@ -256,7 +256,7 @@ def test_wrapped_models_have_their_own_names(wrap: Callable[[nn.Module], nn.Modu
     model = a_model()
     with process_group():
         wrapped = wrap(model)
-        run = model if wrap is compiled else wrapped  # no compiler is needed for names
+        run = model if wrap is compiled else wrapped  # names need no compiler
         with SensitivityTracker(wrapped) as tracker:
             plain_step(run, SGD(wrapped.parameters(), lr=0.1), batches()[0])
     assert list(tracker.gradients()) == ["0.weight", "0.bias", "2.weight", "2.bias"]
@@ -282,7 +282,7 @@ def test_a_sharded_model_is_refused() -> None:
             SensitivityTracker(model)
 
 
-# --- life -------------------------------------------------------------------------------------------
+# --- hooks and their removal ------------------------------------------------------------------------
 
 
 def test_nothing_is_averaged_after_the_block() -> None:

@@ -1,4 +1,4 @@
-"""What decoding a chain costs: linear in its length, whatever its frames depend on."""
+"""The cost of decoding a chain is linear in its length, for all dependencies of its frames."""
 
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,14 @@ FLAT_TABLES = b"\1" + b"\0\0\0" + varint(256) + b"\0"  # one table of one symbol
 
 
 def xor_frame(context_tensor: str | None) -> Frame:
-    """A delta that changes nothing, with contexts by another tensor's magnitude."""
+    """Return a frame of an XOR delta of zeros, with contexts by another tensor's magnitude."""
     rules = [b"\1" + varint(len(context_tensor)) + context_tensor.encode()] if context_tensor else []
-    made = plan(predictor=1, mode=2, rules=rules, tail=FLAT_TABLES if rules else b"")
-    return Frame(made, [(STORED, ZEROS)], ZEROS)
+    frame_plan = plan(predictor=1, mode=2, rules=rules, tail=FLAT_TABLES if rules else b"")
+    return Frame(frame_plan, [(STORED, ZEROS)], ZEROS)
 
 
 def crossed_chain(folder: Path, depth: int) -> Path:
-    """Tensors a and b name each other in turn, so that two ways lead to almost every frame."""
+    """Write a chain whose tensors a and b alternate as each other's context: most frames have two users."""
     file = File({name: Frame(plan(), [(STORED, ZEROS)], ZEROS) for name in "ab"})
     folder.joinpath("0.ckptz").write_bytes(file.bytes())
     for level in range(1, depth + 1):

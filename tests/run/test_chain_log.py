@@ -1,4 +1,4 @@
-"""`ckptz log`, and what every verb says of a chain of which a member is missing, renamed or altered."""
+"""`ckptz log`, and messages of all verbs on chains with a missing, renamed or altered member."""
 
 import contextlib
 import io
@@ -34,7 +34,7 @@ from tests.support.cli_support import (
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A full file at step 0, deltas 10 and 20 on it, and 30 on 20; file names that sort otherwise."""
+    """Write a full file at step 0, its deltas 10 and 20, and 30 on 20, with names that sort differently."""
     folder = tmp_path / "run"
     folder.mkdir()
     for name, step, base in (("z", 0, None), ("b", 10, "z"), ("a", 20, "z"), ("c", 30, "a")):
@@ -141,15 +141,15 @@ def test_the_working_folder_is_the_default(run: Path, monkeypatch: pytest.Monkey
 
 def test_quality_that_a_file_records_is_shown(run: Path, tmp_path: Path) -> None:
     budget = {"promise": "quality-drop", "metric": "loss", "max_drop": 0.01, "is_relative": True}
-    found = {"lower_is_better": True, "exact": 3.0, "measured": 3.015, "is_met": True, "date": "2026-11-21"}
-    rows = [msgspec.to_builtins(QualityRecord(**budget, **found))]
+    result = {"lower_is_better": True, "exact": 3.0, "measured": 3.015, "is_met": True, "date": "2026-11-21"}
+    rows = [msgspec.to_builtins(QualityRecord(**budget, **result))]
     forge(run / "c.ckptz", run / "c.ckptz", lambda index: {**index, "quality": rows})
     out = ckptz("log", run, "--json").json["entries"][3]["quality"]
     assert out[0]["measured"] == 3.015
     assert "loss 3.015 against 3, 0.50% worse (limit 1%)" in ckptz("log", run).stdout
 
 
-# --- what is not whole ----------------------------------------------------------------------------
+# --- incomplete chains ----------------------------------------------------------------------------
 
 
 def test_a_missing_base_is_shown_and_decides_the_exit_code(run: Path) -> None:
@@ -157,7 +157,8 @@ def test_a_missing_base_is_shown_and_decides_the_exit_code(run: Path) -> None:
     (run / "z.ckptz").unlink()
     shown = ckptz("log", run, fails=True)
     assert shown.exit_code == 5
-    assert f"its base 'z.ckptz' with content id {identity} is not here" in shown.error  # once, not for each
+    # Once, not for each file.
+    assert f"its base 'z.ckptz' with content id {identity} is not here" in shown.error
     report, problems = logged(run)
     assert [type(problem) for problem in problems] == [MissingBaseError]
     assert tree(report)[0] == (0, f"z.ckptz ({identity})", "missing")
@@ -187,7 +188,7 @@ def test_a_reference_that_cannot_be_is_broken(run: Path) -> None:
 
 
 def test_files_that_name_each_other_end(run: Path) -> None:
-    """Whatever content ids say, the depth falls from delta to base."""
+    """Chain length decreases from delta to base, whatever the content ids are."""
     ids = {name: ckptz("inspect", run / f"{name}.ckptz", "--json").json["content_id"] for name in "ab"}
     for name, other in ("ab", "ba"):
         base = {"content_id": ids[other], "file": f"{other}.ckptz", "depth": 1}
@@ -261,7 +262,7 @@ def test_names_from_a_folder_are_not_trusted(run: Path) -> None:
 
 
 def verbs_on(chain: Chain, out: Path) -> list[tuple[Any, ...]]:
-    """Everything that resolves the chain of the delta."""
+    """Return the command lines that resolve the chain of the delta."""
     delta = chain.delta
     return [
         ("restore", delta, "-o", out / "a.safetensors"),
@@ -339,7 +340,7 @@ def test_a_member_with_a_damaged_frame_is_named(chain: Chain, tmp_path: Path) ->
 
 
 def test_a_base_that_lacks_a_tensor_is_named(chain: Chain) -> None:
-    """Only a hostile index has the content id and not the tensors."""
+    """Only a forged index has the content id without the tensors."""
     base = ckptz("inspect", chain.full, "--json").json
     other = write_plain(chain.folder / "other.safetensors", {"x": ("U8", (1,), b"a")})
     ckptz("compress", other)

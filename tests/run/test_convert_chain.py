@@ -1,4 +1,4 @@
-"""Several inputs: bases, chains, folders, and where the outputs go."""
+"""Several inputs: bases, chains, folders, and output paths."""
 
 from pathlib import Path
 
@@ -24,11 +24,11 @@ def steps(folder: Path, n: int) -> list[Path]:
 
 def test_a_chain_of_inputs_without_steps_says_in_which_order_it_goes(tmp_path: Path) -> None:
     inputs = [write_plain(tmp_path / f"{name}.safetensors", a_state()) for name in ("b", "a", "c")]
-    first, *others = compress(inputs, tmp_path / "run", chain=True)
+    first, *deltas = compress(inputs, tmp_path / "run", chain=True)
     assert any(
         "not all names have a step: b.safetensors, a.safetensors, c.safetensors" in n for n in first.notes
     )
-    assert not any("order" in note for report in others for note in report.notes)
+    assert not any("order" in note for report in deltas for note in report.notes)
     named = [write_plain(tmp_path / f"step-{i}.safetensors", a_state()) for i in (2, 1)]
     reports = [*compress(named, tmp_path / "steps", chain=True), *compress(inputs[0], tmp_path, chain=True)]
     assert not any("order" in note for report in reports for note in report.notes)
@@ -41,7 +41,7 @@ def test_a_chain_stores_each_input_against_the_one_before(tmp_path: Path) -> Non
     assert [report.base for report in reports] == [None, "step-00.ckptz", "step-01.ckptz", "step-02.ckptz"]
     assert all(report.stored_bytes < 0.9 * reports[0].stored_bytes for report in reports[1:])
     for path, report in zip(paths, reports, strict=True):
-        path.unlink()  # nothing but the packed files may be needed
+        path.unlink()  # only the compressed files may be needed
         restore(Path(report.output), path)
         assert content_of(path)[1] == {"step": path.stem[-1]}
         assert content_of(path) == content_of(Path(report.output))
@@ -56,8 +56,8 @@ def test_a_chain_may_go_on_from_a_base(chain: Chain) -> None:
 
 
 def test_without_chain_every_input_is_stored_against_the_base(chain: Chain) -> None:
-    others = [write_plain(chain.folder / f"other-{i}.safetensors", a_state(drift=0.01 * i)) for i in (1, 2)]
-    reports = compress(others, base=chain.first)
+    paths = [write_plain(chain.folder / f"other-{i}.safetensors", a_state(drift=0.01 * i)) for i in (1, 2)]
+    reports = compress(paths, base=chain.first)
     assert [(report.base, report.depth) for report in reports] == [("step-1.safetensors", 1)] * 2
 
 
@@ -65,7 +65,7 @@ def test_a_plain_base_and_its_packed_twin_serve_alike(chain: Chain) -> None:
     out = chain.folder / "against-plain.ckptz"
     [report] = compress([chain.second], out, base=chain.first)
     assert report.base == "step-1.safetensors"
-    chain.first.unlink()  # the packed twin has the same content id
+    chain.first.unlink()  # the compressed file has the same content id
     assert content_of(out) == content_of(chain.second)
     chain.full.unlink()
     with pytest.raises(MissingBaseError):
@@ -106,7 +106,7 @@ def test_a_base_in_another_folder_is_noted_and_found_by_the_search_path(chain: C
     assert ckptz("inspect", out, "--search-path", chain.folder, "--json").json["broken"] is None
 
 
-# --- where outputs go -----------------------------------------------------------------------------
+# --- output paths ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -136,8 +136,8 @@ def test_a_stem_loses_only_the_suffix_of_a_checkpoint(name: str, stem: str) -> N
 def test_outputs_stand_beside_their_inputs_or_under_names_that_do_not_collide(
     inputs: list[str], output: str | None, expected: list[str], tmp_path: Path
 ) -> None:
-    given = None if output is None else tmp_path / output
-    paths = output_paths([tmp_path / name for name in inputs], given, ".ckptz")
+    folder = None if output is None else tmp_path / output
+    paths = output_paths([tmp_path / name for name in inputs], folder, ".ckptz")
     assert paths == [tmp_path / name for name in expected]
 
 

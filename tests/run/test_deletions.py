@@ -1,8 +1,8 @@
-"""Whoever deletes files of users, while the system fails: nothing is lost that was reported as saved.
+"""All code that deletes files of users, under system failures: no step that was reported as saved is lost.
 
-The rule is that of `ckptz.run.keep`: what cannot be read keeps everything that it might need. `DELETES` in
-test_architecture.py names every module that deletes anything, what, and what that rests on. Of stores of
-steps, test_retention_faults.py and test_store_remote.py have the tests, and test_kills.py those of kills.
+The rule is that of `ckptz.run.keep`: nothing that an unreadable file might need is deleted. `DELETES` in
+test_architecture.py lists every module that deletes files, what it deletes and on which condition. Tests of
+step stores are in test_retention_faults.py and test_store_remote.py, those of kills in test_kills.py.
 """
 
 import contextlib
@@ -59,7 +59,7 @@ def check_chain(folder: Path, kept: set[int]) -> None:
 
 @pytest.fixture(scope="module")
 def linked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """0 and 3 are full files; 1 and 2 need 0, 4 needs 3; beside them is what frameworks put there."""
+    """Write full files 0 and 3, deltas 1 and 2 of 0 and 4 of 3, with other files of frameworks."""
     folder, chain = tmp_path_factory.mktemp("linked") / "run", Chain(OPTIONS)
     for i in range(5):
         write(chain, folder, i)
@@ -82,7 +82,7 @@ def remove_three(folder: Path) -> None:
 
 
 def at_once(call: Callable[..., Any], path: Path) -> Callable[..., Any]:
-    """The same call after somebody deleted a file."""
+    """Return a function that deletes a file, as another program may, and then makes the call."""
 
     def after(*args: Any, **kwargs: Any) -> Any:
         path.unlink(missing_ok=True)
@@ -98,7 +98,7 @@ def test_a_base_that_goes_while_it_is_looked_at_makes_a_full_file(
     chain = Chain(OPTIONS)
     write(chain, tmp_path, 0)
     base = tmp_path / "0.ckpt"
-    if where == "samefile":  # the base's base has a name there, which is no `base-`
+    if where == "samefile":  # the base's base is in that folder under a name without `base-`
         save_file(a_state(0) | {"step": torch.zeros(1)}, tmp_path / "zero.ckptz")
         base = tmp_path / "one.ckptz"
         save_file(a_state(1) | {"step": torch.ones(1)}, base, base=tmp_path / "zero.ckptz")
@@ -114,7 +114,7 @@ def test_a_base_that_goes_while_it_is_looked_at_makes_a_full_file(
     check_chain(tmp_path, {2})
     with contextlib.closing(open_checkpoint(tmp_path / "2.ckpt")) as written:
         assert written.depth == 0
-    if where != "open_checkpoint":  # then there simply is none
+    if where != "open_checkpoint":  # then the file simply does not exist
         assert "stored as a full file, because" in chain.notes[0]
 
 
@@ -125,13 +125,13 @@ def test_a_base_that_cannot_be_read_while_a_file_is_written_makes_a_full_file(
     chain, real_link, real_read = Chain(OPTIONS), linked_files.link_chain, FileBytes.read
     write(chain, tmp_path, 0)
 
-    def link_and_fail(*given: Any) -> Any:
+    def link_and_fail(*args: Any) -> Any:
         def read(file: FileBytes, offset: int, n_bytes: int) -> Any:
             if file.path == tmp_path / "0.ckpt":
                 raise error()
             return real_read(file, offset, n_bytes)
 
-        names = real_link(*given)
+        names = real_link(*args)
         monkeypatch.setattr(FileBytes, "read", read)
         return names
 
@@ -190,7 +190,7 @@ def test_a_damaged_checkpoint_keeps_its_bases(linked: Path, damage: bytes) -> No
         for i in range(2):
             chain.remove(folder / f"{i}.ckpt")
         (folder / "2.ckpt").unlink()
-        (folder / "2.ckpt").hardlink_to(linked / "2.ckpt")  # back from a backup
+        (folder / "2.ckpt").hardlink_to(linked / "2.ckpt")  # restored from a backup
         check_chain(folder, {2, 3, 4})
 
 
@@ -227,7 +227,7 @@ def test_a_base_that_is_not_there_keeps_the_others(linked: Path) -> None:
         assert n_bases(folder) == n_bases(linked) - 1
 
 
-# --- deletions that another thread asks for, as around AsyncCheckpointIO -----------------------------
+# --- deletions by another thread, as with AsyncCheckpointIO -----------------------------------------
 
 
 def elsewhere(work: Callable[[], object]) -> None:
@@ -239,12 +239,12 @@ def elsewhere(work: Callable[[], object]) -> None:
 def test_the_newest_file_stays_until_the_next_is_whole(tmp_path: Path) -> None:
     chain = Chain(OPTIONS)
     elsewhere(lambda: write(chain, tmp_path, 0))
-    chain.remove(tmp_path / "0.ckpt")  # its successor may not have been begun
+    chain.remove(tmp_path / "0.ckpt")  # its successor may not have been started
     check_chain(tmp_path, {0})
     elsewhere(lambda: write(chain, tmp_path, 1))
     assert not (tmp_path / "0.ckpt").exists()
     check_chain(tmp_path, {1})
-    chain.remove(tmp_path / "0.ckpt")  # as Lightning does with what is gone
+    chain.remove(tmp_path / "0.ckpt")  # as Lightning does with deleted checkpoints
     elsewhere(lambda: write(chain, tmp_path, 2))
     chain.remove(tmp_path / "1.ckpt")
     assert {path.name for path in tmp_path.glob("*.ckpt")} == {"2.ckpt"}
@@ -268,7 +268,7 @@ def test_a_save_that_fails_leaves_the_file_that_it_was_to_replace(
     chain.remove(tmp_path / "0.ckpt")
     elsewhere(fails)
     check_chain(tmp_path, {0})
-    elsewhere(lambda: write(chain, tmp_path, 0))  # anew under the same name: it is wanted again
+    elsewhere(lambda: write(chain, tmp_path, 0))  # saved again under the same name, it must stay
     check_chain(tmp_path, {0})
 
 
@@ -301,8 +301,8 @@ def test_a_folder_that_is_replaced_while_one_call_fails_is_the_old_or_the_new_on
             raise RuntimeError(error) from error
 
     def check(folder: Path, error: Exception | None) -> None:
-        found = weight_in(folder)
-        assert found.equal(a_state(2)["weight"]) or (error and found.equal(a_state(1)["weight"]))
+        weight = weight_in(folder)
+        assert weight.equal(a_state(2)["weight"]) or (error and weight.equal(a_state(1)["weight"]))
         save_dcp(3, folder, base=folder)
         assert weight_in(folder).equal(a_state(3)["weight"])
         assert len(list(folder.glob("shard-*"))) == 1
@@ -318,12 +318,12 @@ def test_what_was_there_before_is_deleted_only_if_the_call_made_it(
     folder.mkdir()
 
     def fails(*_: Any, **__: Any) -> None:
-        (folder / "of a user").touch()  # put there meanwhile
+        (folder / "of a user").touch()  # written in the meantime
         raise OSError(5, "input/output error")
 
     monkeypatch.setattr("torch.distributed.checkpoint.state_dict_saver.save", fails)
     real = Path.exists
-    monkeypatch.setattr(Path, "exists", lambda self: self != folder and real(self))  # as errors make it
+    monkeypatch.setattr(Path, "exists", lambda self: self != folder and real(self))  # as after an error
     with pytest.raises(OSError, match="input/output"):
         restore(tmp_path / "packed.ckptz", folder, to="dcp")
     assert (folder / "of a user").is_file()
@@ -346,7 +346,7 @@ def steps_in(folder: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Steps 1 to 4."""
+    """Write steps 1 to 4."""
     folder = tmp_path_factory.mktemp("steps") / "run"
     for step in range(1, 5):
         save_step(folder, step, keep_last=9)
@@ -367,17 +367,17 @@ def test_a_newest_index_that_cannot_be_read_keeps_every_older_step(steps: Path, 
 
 def test_folders_of_something_else_stay_though_they_are_called_after_steps(steps: Path) -> None:
     with copied(steps) as folder:
-        others = [folder / name for name in ("step-0", "step-6", "step-7", "best-1")]
-        others[2].write_text("no folder")
-        for other in (*others[:2], others[3]):
-            other.mkdir()
-            (other / ".metadata").touch()
+        foreign = [folder / name for name in ("step-0", "step-6", "step-7", "best-1")]
+        foreign[2].write_text("no folder")
+        for path in (*foreign[:2], foreign[3]):
+            path.mkdir()
+            (path / ".metadata").touch()
         with pytest.raises(CheckpointException, match="files of something else"):
             save_step(folder, 6)
         save_step(folder, 8)
         assert steps_in(folder) == {"step-8"}
-        assert others[2].exists()
-        assert all((other / ".metadata").exists() for other in (*others[:2], others[3]))
+        assert foreign[2].exists()
+        assert all((path / ".metadata").exists() for path in (*foreign[:2], foreign[3]))
 
 
 def test_a_step_that_was_never_finished_does_not_count_among_those_that_stay(steps: Path) -> None:
@@ -425,7 +425,7 @@ def published_state(step: int) -> State:
 
 @pytest.fixture(scope="module")
 def stream(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Steps 0 to 5; 0, 2 and 4 are full files."""
+    """Publish steps 0 to 5, of which 0, 2 and 4 are full files."""
     folder = tmp_path_factory.mktemp("stream") / "run"
     publisher = Publisher(folder, full_every=2, keep_full=None, jobs=1)
     for step in range(6):
@@ -435,9 +435,9 @@ def stream(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def follow(folder: Path, step: int | None = None) -> int:
     live = cloned(published_state(99))
-    found = Follower(folder, jobs=1).apply_to(live, step).step
-    assert same(live, published_state(found))
-    return found
+    applied = Follower(folder, jobs=1).apply_to(live, step).step
+    assert same(live, published_state(applied))
+    return applied
 
 
 @each_error

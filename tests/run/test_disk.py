@@ -1,4 +1,4 @@
-"""Disk: whatever is kept and however large deltas are, compressed runs take no more of it than plain ones."""
+"""Disk space: compressed runs never take more than plain ones, for all keep rules and sizes of deltas."""
 
 import os
 from pathlib import Path
@@ -18,12 +18,12 @@ from tests.support.disk_simulation import PLAIN, cases, moments
 def test_no_run_takes_more_than_a_file_over_plain_at_any_moment(n_cases: int) -> None:
     means, alone = [], []
     for case in cases(n_cases):
-        found = moments(case)
-        assert max(one.taken - one.plain for one in found) <= PLAIN, case
-        means.append(sum(one.taken for one in found) / sum(one.plain for one in found))
+        usage = moments(case)
+        assert max(moment.taken - moment.plain for moment in usage) <= PLAIN, case
+        means.append(sum(moment.taken for moment in usage) / sum(moment.plain for moment in usage))
         full_files = moments(case, ChainRule(1, is_forked=False))
-        alone.append(sum(one.taken for one in full_files) / sum(one.plain for one in full_files))
-    assert max(means) < 1.1, "what a try costs"
+        alone.append(sum(moment.taken for moment in full_files) / sum(moment.plain for moment in full_files))
+    assert max(means) < 1.1, "the cost of trying deltas"
     assert sum(means) < 0.85 * sum(alone), "deltas pay where they can"
     print(
         f"of plain: {sum(means) / n_cases:.3f}, most {max(means):.3f}; full files {sum(alone) / n_cases:.3f}"
@@ -31,16 +31,16 @@ def test_no_run_takes_more_than_a_file_over_plain_at_any_moment(n_cases: int) ->
 
 
 def state(last: int | None, delta: int, n: int, position: int = 0) -> list[ChainFile[int]]:
-    """A full file, hidden if `n` files after it fill the rule, and deltas against it."""
+    """Return a full file and `n` deltas of it; the full file is hidden if the deltas fill the keep rule."""
     stays = Kept(last=last).stays(range(n + 1))
     files = [ChainFile(8000, position, None, stays[0])]
     return files + [ChainFile(delta, position + i + 1, 0, stays[i + 1]) for i in range(n)]
 
 
 @pytest.mark.parametrize(
-    ("last", "delta", "wanted"),
+    ("last", "delta", "expected"),
     [
-        (1, 100, None),  # the full file would stay for one file
+        (1, 100, None),  # the full file would stay for a single delta
         (2, 3000, 0),
         (2, 5000, None),
         (5, 3000, 0),
@@ -48,11 +48,11 @@ def state(last: int | None, delta: int, n: int, position: int = 0) -> list[Chain
         (None, 7900, 1),
     ],
 )
-def test_a_delta_is_written_where_it_pays(last: int | None, delta: int, wanted: int | None) -> None:
+def test_a_delta_is_written_where_it_pays(last: int | None, delta: int, expected: int | None) -> None:
     rule = ChainRule(16, is_forked=False)
     estimate = Estimate([(0, 8000), (1, delta)], PLAIN)
     chosen = weighed(rule, dict(enumerate(state(last, delta, 1))), Kept(last=last), (10, 20), estimate)
-    assert chosen.base_of(2) == wanted
+    assert chosen.base_of(2) == expected
 
 
 def test_sizes_of_longer_deltas_are_drawn_from_shorter_ones() -> None:
@@ -86,7 +86,7 @@ def test_a_checkpointer_takes_no_more_than_plain_files(tmp_path: Path, last: int
 @pytest.mark.apps
 @pytest.mark.parametrize("n_kept", [1, 3])
 def test_lightning_files_take_no_more_than_plain_ones(tmp_path: Path, n_kept: int) -> None:
-    from ckptz.integrations.lightning import CkptzIO  # which takes seconds to load
+    from ckptz.integrations.lightning import CkptzIO  # takes seconds to load
 
     io, paths, taken = CkptzIO(jobs=1), [], []
     weights = torch.randn(30_000)
@@ -99,7 +99,7 @@ def test_lightning_files_take_no_more_than_plain_ones(tmp_path: Path, n_kept: in
         if len(paths) > n_kept:
             io.remove_checkpoint(paths.pop(0))
         taken.append(sum({e.inode(): e.stat().st_size for e in os.scandir(tmp_path)}.values()))
-        # How many stay is known when the first one goes; what was pinned by then is one file more.
+        # The number of kept files is known only at the first deletion; until then one more file stays.
         assert taken[-1] <= (len(paths) + 2) * plain
     assert max(taken[-n_kept:]) <= n_kept * plain, "what was tried and does not pay is gone"
     assert torch.equal(io.load_checkpoint(paths[-1])["state_dict"]["weight"], weights)

@@ -1,7 +1,7 @@
-"""Every way to keep a run's steps: kills, failing calls and others who delete take nothing that is needed.
+"""Every interface that keeps a run's steps, under kills, failing calls and deletions by other programs.
 
-All go through the same four trials. After each of them, every step that the rules keep restores to the right
-bits, and the next save succeeds.
+The same four tests run on all interfaces. After each trial, every step that the rules keep restores exactly,
+and the next save succeeds.
 """
 
 import os
@@ -20,7 +20,7 @@ from tests.support.front_doors import Door, door, each_door, nothing
 from tests.support.kills import Reported, kill_again_and_again
 
 N_PREPARED = 5
-N_READ = 4  # newest steps after each kill
+N_READ = 4  # number of newest steps that are read after each kill
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that share memory"),
     pytest.mark.usefixtures("deltas_at_any_cost"),
@@ -31,7 +31,7 @@ SEVERAL_OR_MANY = pytest.mark.parametrize("n_trials", [8, pytest.param(200, mark
 
 @pytest.fixture
 def at(kind: str, monkeypatch: pytest.MonkeyPatch) -> Door:
-    """The door; frameworks are loaded once for all processes."""
+    """Return the interface; frameworks are loaded once for all processes."""
     for name, package in (
         ("trainer", "transformers"),
         ("accelerate", "accelerate"),
@@ -45,7 +45,7 @@ def at(kind: str, monkeypatch: pytest.MonkeyPatch) -> Door:
     return door(kind)
 
 
-# Forked jobs train, which this process must not have done before: kills come first.
+# Forked jobs train, which fails if this process has trained before: kills come first.
 @each_door
 @FEW_OR_MANY
 def test_kills_at_random_lose_nothing_that_the_rules_keep(at: Door, tmp_path: Path, n_trials: int) -> None:
@@ -60,7 +60,7 @@ def test_kills_at_random_lose_nothing_that_the_rules_keep(at: Door, tmp_path: Pa
         reported.begin()
         at.save(folder, 1 << 20, report)
 
-    # All of a long run are read at the end.
+    # All steps are read at the end.
     n_read = min(N_READ, at.n_kept)
     kill_again_and_again(job, lambda step: at.check_steps(folder, step, n_read), n_trials, longest=0.2)
 
@@ -69,7 +69,7 @@ def test_kills_at_random_lose_nothing_that_the_rules_keep(at: Door, tmp_path: Pa
 
 @pytest.fixture
 def prepared(at: Door, tmp_path: Path) -> Path:
-    """A folder of some steps, each saved by a new process, as far as it can tell."""
+    """Return a folder of some steps, saved through newly opened objects as a new process would."""
     folder = tmp_path / "prepared"
     folder.mkdir()
     at.save(folder, N_PREPARED, nothing)
@@ -89,7 +89,7 @@ def n_calls_of(work: Callable[[Path], object], prepared: Path) -> int:
 def test_a_process_that_ends_at_a_call_loses_nothing_that_the_rules_keep(
     at: Door, tmp_path: Path, n_trials: int
 ) -> None:
-    """As a kill does, but at calls that change something as often as at others; half of a write is there."""
+    """Kill at a uniformly drawn file operation rather than at a random time; half of a write is done."""
     prepared, counted, rng = tmp_path / "prepared", Reported(), random.Random(0)
     prepared.mkdir()
     assert in_child(lambda: at.save(prepared, N_PREPARED, nothing)) == 0
@@ -132,7 +132,7 @@ def test_a_call_that_fails_loses_nothing_that_the_rules_keep(at: Door, prepared:
 def test_what_others_delete_meanwhile_takes_nothing_else_along(
     at: Door, prepared: Path, n_trials: int
 ) -> None:
-    """A step that stands with all that it needs, or any file; then the run is whole a full file later."""
+    """Delete a complete step, or any file; after the next full file the run is complete again."""
     if at.name in ("compress", "prune-files"):
         pytest.skip("nobody writes on: what was deleted is told of, and has to be made again")
     n_calls, rng = n_calls_of(lambda folder: at.save(folder, 1, nothing), prepared), random.Random(0)
@@ -157,7 +157,7 @@ def test_what_others_delete_meanwhile_takes_nothing_else_along(
 
 
 def deleting(victim: Path, moment: int) -> Callable[[int, object], bool]:
-    """Delete a file or folder at a call; none fails."""
+    """Return a fault function that deletes a file or folder at a call and never fails."""
 
     def delete(n: int, _: object) -> bool:
         if n == moment and victim.is_dir():
@@ -170,7 +170,7 @@ def deleting(victim: Path, moment: int) -> Callable[[int, object], bool]:
 
 
 def saved(at: Door, folder: Path, n_saves: int) -> bool:
-    """Whether all were saved; what was deleted while it was read is no step to go on from."""
+    """Save and return True if all saves succeeded; the newest step may be deleted while it is read."""
     try:
         at.save(folder, n_saves, nothing)
     except (CkptzError, OSError, RuntimeError):

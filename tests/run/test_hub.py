@@ -1,4 +1,4 @@
-"""Files go to a Hub and come back behind hf:// URLs; the Hub is on this machine."""
+"""Files are uploaded to and read from a local Hub by hf:// URLs."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +15,7 @@ FOLDER = "hf://org/name"
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, ...]]:
-    """Options that name a Hub whose repository org/name is the folder `hub`."""
+    """Return storage options of a Hub whose repository org/name is the folder `hub`."""
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     with local_hub(tmp_path / "hub") as url:
         yield ("--storage-options", f"endpoint={url}")

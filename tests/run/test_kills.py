@@ -1,6 +1,6 @@
-"""Jobs killed at random, again and again, each going on where the one before was cut off.
+"""Jobs killed repeatedly at random times, each of which continues where the previous one was killed.
 
-What was reported as saved is there and exact, however often. test_front_doors.py kills all the others.
+Every step that was reported as saved exists and is exact. Kills of other interfaces: test_front_doors.py.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ def ranks_job(folder: Path, background: bool, reported: Reported, rank: int) -> 
         else:
             dcp.save(state, process_group=group, **place)
         if rank == 0 and step > reported.step - (not background):
-            reported.step = step if background else step + 1  # the save before is complete, or this one
+            reported.step = step if background else step + 1  # the previous save is complete, or this one
         step += 1
 
 
@@ -107,7 +107,7 @@ def logged_trainer(folder: Path, **settings: Any) -> Any:
 
 
 def losses_in(folder: Path) -> list[float]:
-    """The loss of each step up to the newest whole checkpoint; the Trainer writes its own state last."""
+    """Return the losses up to the newest complete checkpoint; the Trainer writes its own state last."""
     for path in sorted(folder.glob("checkpoint-*"), key=lambda path: -int(path.name.partition("-")[2])):
         with contextlib.suppress(FileNotFoundError, ValueError):
             state = json.loads((path / "trainer_state.json").read_bytes())
@@ -116,7 +116,7 @@ def losses_in(folder: Path) -> list[float]:
 
 
 def write_losses(path: Path) -> None:
-    """Write those of a run that nobody kills."""
+    """Write the losses of an uninterrupted run to a file."""
     torch.set_num_threads(1)  # as the jobs do
     run = logged_trainer(path.parent, save_strategy="no")
     run.train()
@@ -129,14 +129,14 @@ def test_a_trainer_that_is_killed_resumes_and_goes_on_with_the_same_losses(
     tmp_path: Path, n_kills: int
 ) -> None:
     pytest.importorskip("tests.support.trainer_support")  # once, for all processes
-    # In a process of its own: what has trained once cannot be forked to train again.
+    # In a child process: a process that has trained cannot be forked to train again.
     assert in_child(lambda: write_losses(tmp_path / "losses.json")) == 0
     expected = json.loads((tmp_path / "losses.json").read_text())
 
     def check(reported: int) -> None:
-        found = losses_in(tmp_path / "run")
-        assert len(found) >= reported
-        assert found == expected[: len(found)]
+        losses = losses_in(tmp_path / "run")
+        assert len(losses) >= reported
+        assert losses == expected[: len(losses)]
 
     def job(reported: Reported, rank: int) -> None:
         trainer_job(tmp_path / "run", reported, rank)

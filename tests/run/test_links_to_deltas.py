@@ -1,4 +1,4 @@
-"""Symbolic links to deltas: every reader finds the bases beside the link and beside its target."""
+"""Symbolic links to deltas: every reader finds bases in the folders of the link and of its target."""
 
 import os
 import shutil
@@ -25,7 +25,7 @@ from tests.support.sync_support import cloned, published
 
 @pytest.fixture
 def link(chain: Chain) -> Path:
-    """A link in another folder, through a second one, to the delta of a chain without its plain files."""
+    """Return a link in another folder, via a second link, to a delta whose plain files were deleted."""
     for name in ("links", "more"):
         (chain.folder.parent / name).mkdir()
     shutil.move(chain.second, chain.folder.parent / "original.safetensors")
@@ -108,7 +108,7 @@ def test_a_link_to_a_packed_folder_restores_all_its_files(tmp_path: Path) -> Non
 
 
 def linked(folder: Path, target: Path, names: list[str]) -> Path:
-    """A folder of links to files of these names in another one."""
+    """Return a folder of links to the named files in another folder."""
     folder.mkdir()
     for name in names:
         (folder / name).symlink_to(os.path.relpath(target / name, folder))

@@ -1,4 +1,4 @@
-"""Names of files in run folders: what each name says the file holds."""
+"""Names of files in run folders, and the kind and step that each name means."""
 
 from __future__ import annotations
 

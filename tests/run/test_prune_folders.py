@@ -1,4 +1,4 @@
-"""Pruning runs whose steps are folders: the step of a folder is that of its own files alone."""
+"""Pruning runs whose steps are folders: the step of a folder is that of its own files only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.run_writers import weights_of
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Folders of three steps as the Trainer leaves them."""
+    """Write folders of three steps as the Trainer does."""
     chain = Chain(ChainOptions(jobs=1, full_every=8))
     for step in (10, 20, 30):
         folder = tmp_path / f"checkpoint-{step}"
@@ -43,14 +43,14 @@ def test_a_file_with_the_very_values_of_its_base_keeps_the_base(tmp_path: Path) 
 def test_nothing_goes_where_names_and_files_disagree_about_the_step(how: str, run: Path) -> None:
     if how == "folder":
         (run / "checkpoint-20").rename(run / "checkpoint-200")
-        said = "checkpoint-200: its step is not certain, as its name says 200"
+        message = "checkpoint-200: its step is not certain, as its name says 200"
     else:
         (run / "checkpoint-20" / "trainer_state.json").write_text('{"global_step": 21}')
-        said = "checkpoint-20: its step is not certain, as its name says 20, trainer_state.json says 21"
+        message = "checkpoint-20: its step is not certain, as its name says 20, trainer_state.json says 21"
     before = sorted(run.rglob("*"))
     done = command("prune", run, "--keep-last", 1, fails=True)
     assert done.exit_code == 2
-    assert said in done.error
+    assert message in done.error
     assert sorted(run.rglob("*")) == before
     with pytest.raises(ConfigError, match="its step is not certain"):
         ckptz.prune(run, after=10)
@@ -58,11 +58,11 @@ def test_nothing_goes_where_names_and_files_disagree_about_the_step(how: str, ru
 
 def test_a_trainer_state_that_ends_early_is_of_an_unfinished_step(run: Path) -> None:
     (run / "checkpoint-30" / "trainer_state.json").write_text('{"global_step": 30, "log_his')
-    assert ckptz.prune(run, KeepPolicy(last=1)).steps == (10, 20)  # all stay until it can be read
+    assert ckptz.prune(run, KeepPolicy(last=1)).steps == (10, 20)  # all steps stay until it can be read
 
 
 def test_a_prune_finishes_one_that_was_killed_while_it_deleted_a_folder(run: Path) -> None:
-    """The step was then saved again, so that the hidden folder is in the way of the next deletion."""
+    """The step was then saved again, so that the name for the next deletion is taken by the hidden folder."""
     cut_off = run / ".checkpoint-10.ckptz-deleted"
     cut_off.mkdir()
     (cut_off / "model.ckptz").write_bytes(b"")

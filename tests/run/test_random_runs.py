@@ -1,7 +1,7 @@
-"""Random runs of every front door: saved, killed, resumed, branched, copied, deleted from and pruned.
+"""Random runs of every interface: saved, killed, resumed, branched, copied, pruned, and with deleted steps.
 
-A model in memory knows what each step holds. Whatever was done, no step that a rule keeps is gone, every
-complete step restores to its own bits, and what was not written to its end is no step.
+A model in memory knows the values of each step. After every operation, all steps that a rule keeps exist,
+every complete step restores exactly, and unfinished saves are no steps.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ pytestmark = [
     pytest.mark.usefixtures("deltas_at_any_cost"),
 ]
 
-N_RUNS: Final = int(os.environ.get("CKPTZ_RANDOM_RUNS", "12"))  # of each front door
+N_RUNS: Final = int(os.environ.get("CKPTZ_RANDOM_RUNS", "12"))  # of each interface
 
 
 class Runs(RuleBasedStateMachine):
-    """One run of a front door, and what its steps hold."""
+    """Run of one interface, with the expected values of its steps."""
 
     def __init__(self, kind: type[Writer], home: Path) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Runs(RuleBasedStateMachine):
         self.kind, self.full_every, self.n_values = kind, 4, 0
         self.run = self.home / "run"
         self.held: dict[int, int] = {}  # values by complete step
-        self.light: dict[int, int] = {}  # of steps that have lost their optimizer state to a rule
+        self.light: dict[int, int] = {}  # values by step whose optimizer state a rule has deleted
         self.start(None)
 
     def start(self, step: int | None) -> None:
@@ -80,7 +80,7 @@ class Runs(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(distance=st.integers(1, 9), data=st.data())
     def kill(self, distance: int, data: st.DataObject) -> None:
-        """Be killed while a new step is saved, and go on from the newest that is complete."""
+        """Kill the save of a new step and continue from the newest complete step."""
         step, value = max(self.held | self.light) + distance, self.next_value()
         if step in self.unfinished:
             return
@@ -94,7 +94,7 @@ class Runs(RuleBasedStateMachine):
     @precondition(lambda self: len(self.held) > 1 and not self.kind.goes_forward)
     @rule(data=st.data())
     def kill_again(self, data: st.DataObject) -> None:
-        """Be killed while a step that is there is saved again: it holds the old, the new or nothing."""
+        """Kill a repeated save of a step: it has the old or new values, or does not exist."""
         step, value = data.draw(st.sampled_from(sorted(self.kind.steps(self.run)))), self.next_value()
         old = (self.held | self.light).get(step)
         killed_after(
@@ -113,7 +113,7 @@ class Runs(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def resume(self, data: st.DataObject) -> None:
-        """Go on from any step; later steps stay and may be saved anew, except for doors that go forward."""
+        """Continue from any step; later steps stay and may be saved again, unless saves only go forward."""
         self.start(data.draw(st.sampled_from(sorted(self.held))))
 
     @precondition(lambda self: len(self.held) > 1 and not self.kind.goes_forward)
@@ -137,7 +137,7 @@ class Runs(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule()
     def copy(self) -> None:
-        """Go on in a copy, in which no two names are one file."""
+        """Continue in a copy without hard links."""
         copied = self.home / f"copy-{self.next_value()}"
         shutil.copytree(self.run, copied)
         shutil.rmtree(self.run)
@@ -163,37 +163,37 @@ class Runs(RuleBasedStateMachine):
             weights=weights if self.kind.is_split else None,
         )
         unfinished = self.unfinished
-        wanted, wanted_weights = self.wanted(policy, after)
-        # A folder without a file of ours is neither a step nor in the way of one.
+        expected, expected_weights = self.wanted(policy, after)
+        # A folder without a file of ckptz is no step and does not block one.
         begun = {step for step in unfinished if any(self.writer.place(step).glob("*.ckptz"))}
         planned = ckptz.prune(self.run, policy, after=after, dry_run=True)
         assert self.kind.steps(self.run) == self.held.keys() | self.light.keys() | unfinished
         report = ckptz.prune(self.run, policy, after=after)
         assert (planned.steps, planned.removed) == (report.steps, report.removed)
-        left, light = set(report.steps), set(report.weights_only)
-        assert left >= wanted
-        assert left | light >= wanted_weights
-        assert self.kind.steps(self.run) - unfinished == left | light
+        complete, light = set(report.steps), set(report.weights_only)
+        assert complete >= expected
+        assert complete | light >= expected_weights
+        assert self.kind.steps(self.run) - unfinished == complete | light
         later = {step for step in begun if after is not None and step > after}
         assert begun - self.kind.steps(self.run) == later
         if not begun - later:
-            assert (left, left | light) == (wanted, wanted | wanted_weights)
+            assert (complete, complete | light) == (expected, expected | expected_weights)
         values = self.held | self.light
-        self.held = {step: values[step] for step in sorted(left)}
+        self.held = {step: values[step] for step in sorted(complete)}
         self.light = {step: values[step] for step in sorted(light)}
         if self.step not in self.held:
             self.start(max(self.held))
 
     def wanted(self, policy: KeepPolicy, after: int | None) -> tuple[set[int], set[int]]:
-        """Return the steps that rules keep, and those of which they keep the weights."""
-        held, light = (
+        """Return the steps that rules keep, and the steps of which they keep the weights."""
+        complete, light = (
             {step for step in steps if after is None or step <= after} for steps in (self.held, self.light)
         )
         metrics = {step: metric(value) for step, value in (self.held | self.light).items()}
         if policy.weights is not None:
-            return policy.kept(held, metrics), policy.weights.kept(held | light, metrics)
-        newer = {step for step in light if step > max(held)}
-        return policy.kept(held, metrics), policy.kept(newer, metrics)
+            return policy.kept(complete, metrics), policy.weights.kept(complete | light, metrics)
+        newer = {step for step in light if step > max(complete)}
+        return policy.kept(complete, metrics), policy.kept(newer, metrics)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())

@@ -1,4 +1,4 @@
-"""Ratios of runs, counted from outside: bytes on disk against what the steps that are there restore to."""
+"""Ratios of runs, compared with an independent count: bytes on disk and bytes of the restored steps."""
 
 import json
 import re
@@ -25,7 +25,7 @@ Runs = Callable[[Path], list[Path]]
 
 
 def trained(folder: Path, n_steps: int = 4, **options: Any) -> list[Path]:
-    """A run of a Checkpointer; the files that a user can restore."""
+    """Train with a Checkpointer and return the files that a user can restore."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 8))
     if options.get("trainable_only"):
@@ -47,7 +47,7 @@ def trained(folder: Path, n_steps: int = 4, **options: Any) -> list[Path]:
 
 
 def plain_chain(folder: Path, **options: Any) -> list[Path]:
-    """A chain that `compress` makes of plain files."""
+    """Return the chain that `compress` writes from plain files."""
     sources, state = [], torch.randn(64, 64)
     for step in (1, 2, 3):
         state = state + 0.01 * torch.randn(64, 64)
@@ -64,7 +64,7 @@ def rebased(folder: Path) -> list[Path]:
 
 
 def linked(folder: Path) -> list[Path]:
-    """What the adapters of frameworks write, which then delete the older folders."""
+    """Write a chain as the adapters of frameworks do, deleting older folders; return the remaining files."""
     chain, state = Chain(ChainOptions(config=LOSSY, jobs=1)), torch.randn(64, 64)
     files = [folder / f"checkpoint-{step}" / "model.ckptz" for step in (1, 2, 3, 4)]
     for i, path in enumerate(files):
@@ -80,7 +80,7 @@ WEIGHTS_LONGER = KeepPolicy(last=1, weights=KeepRules(last=3))
 
 
 def published(folder: Path) -> list[Path]:
-    """What a trainer publishes; of some steps there is a delta and all of it."""
+    """Publish weights and return a file per step; some steps have a delta and a full file."""
     publisher, state = Publisher(folder, full_every=2, keep_full=9, jobs=1), torch.randn(64, 64)
     for step in range(1, 6):
         state = state + 0.01 * torch.randn(64, 64)
@@ -115,13 +115,13 @@ def test_log_and_report_say_what_a_count_from_outside_says(
         ckptz.restore(file, tmp_path / f"{i}.safetensors", to="safetensors")
         with plain_open(tmp_path / f"{i}.safetensors", "pt") as restored:
             raw += sum(restored.get_tensor(key).nbytes for key in list(restored.keys()))
-    there = {path.stat().st_ino: path.stat().st_size for path in folder.rglob("*.ckptz")}
-    stored = sum(there.values())
+    sizes = {path.stat().st_ino: path.stat().st_size for path in folder.rglob("*.ckptz")}
+    stored = sum(sizes.values())
     report = ckptz.log(folder)
     assert (report.tensor_bytes, report.stored_bytes) == (raw, stored)
     assert report.ratio == raw / stored
-    said = json.loads(program("log", folder, "--json").stdout)
-    assert (said["tensor_bytes"], said["stored_bytes"]) == (raw, stored)
+    printed = json.loads(program("log", folder, "--json").stdout)
+    assert (printed["tensor_bytes"], printed["stored_bytes"]) == (raw, stored)
     assert f"{stored / raw:.4f} of raw" in program("log", folder).stdout.splitlines()[-1]
     assert f"How much smaller {format_reduction(raw, stored)}" in words_of(ckptz.report(folder).html)
 

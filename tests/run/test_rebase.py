@@ -1,4 +1,4 @@
-"""Files that carry their bases within: what goes in, what stays the same, and that nothing is lost."""
+"""Files with inline bases: their contents, unchanged parts, and safety of the replaced file."""
 
 import contextlib
 import io
@@ -40,7 +40,7 @@ KMEANS = ("--method", "kmeans", "--set", "levels=8")
 
 
 def a_run(folder: Path, n: int, *method: Any) -> list[Content]:
-    """Steps 0.ckptz, 1.ckptz and so on, each against the one before; what each holds."""
+    """Write 0.ckptz, 1.ckptz and so on, each a delta of the previous one; return their contents."""
     folder.mkdir()
     paths = [write_plain(folder / f"{i}.safetensors", a_state(drift=0.002 * i, n=6000)) for i in range(n)]
     ckptz("compress", *paths, "--chain", "--jobs", 1, *method)
@@ -55,12 +55,12 @@ def features_of(path: Path) -> str:
 
 
 def stored_frames(path: Path) -> dict[str, bytes]:
-    """Every frame of a file by its region's name, as any reader of safetensors sees it."""
+    """Return the frames of a file by region name, read with safetensors."""
     with safetensors.safe_open(path, "np") as file:
         return {name: file.get_tensor(name).tobytes() for name in file.keys() if name != index.INDEX_NAME}  # noqa: SIM118
 
 
-# --- what goes in and what stays ------------------------------------------------------------------
+# --- contents -------------------------------------------------------------------------------------
 
 
 def test_codes_stay_and_serve_those_that_need_them(tmp_path: Path) -> None:
@@ -125,16 +125,16 @@ def test_only_frames_that_are_needed_go_in(tmp_path: Path) -> None:
     paths = [write_plain(tmp_path / f"{i}.safetensors", state) for i, state in states]
     ckptz("compress", *paths, "--chain", *KMEANS)
     rebased = rebase(tmp_path / "2.ckptz", tmp_path / "alone.ckptz")
-    wanted = {base.file: base.n_tensors for base in rebased.bases}
+    n_tensors = {base.file: base.n_tensors for base in rebased.bases}
     with contextlib.closing(open_checkpoint(tmp_path / "alone.ckptz")) as alone:
         names = [set(base.tensors) for base in alone.container.inline]
-    assert [len(found) for found in names] == list(wanted.values())
+    assert [len(base_names) for base_names in names] == list(n_tensors.values())
     assert "new" in names[0]
     assert not {"new", "gone"} & names[1]
 
 
 def test_a_context_tensor_of_a_needed_tensor_goes_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`a` of the base is decoded by contexts of `b`, which nothing else needs."""
+    """The base's `a` is decoded with contexts from `b`, which no other tensor needs."""
     zeros, tables = bytes(4), b"\1" + b"\0\0\0" + varint(256) + b"\0"
     by_b = plan(rules=[b"\1" + varint(1) + b"b"], tail=tables)
     full = File({"a": Frame(by_b, [(STORED, zeros)], zeros), **dict.fromkeys("bc", Frame())})
@@ -178,7 +178,7 @@ def test_folders_and_trees_come_back(tmp_path: Path) -> None:
     assert {p.name: p.read_bytes() for p in (tmp_path / "back").glob("*.safetensors*")} == files
 
 
-# --- depth ----------------------------------------------------------------------------------------
+# --- chain length ---------------------------------------------------------------------------------
 
 
 def test_deltas_count_what_is_within(tmp_path: Path) -> None:
@@ -203,14 +203,14 @@ def test_what_is_encoded_anew_begins_a_chain(tmp_path: Path) -> None:
     assert report.base == Path(last.output).name
 
 
-# --- who reads it ---------------------------------------------------------------------------------
+# --- readers --------------------------------------------------------------------------------------
 
 
 def test_every_reader_reads_it(tmp_path: Path) -> None:
     run, alone = tmp_path / "run", tmp_path / "alone.ckptz"
     contents = a_run(run, 3, *KMEANS)
     ckptz("rebase", run / "2.ckptz", "-o", alone)
-    wanted = load_file(run / "2.ckptz")
+    expected = load_file(run / "2.ckptz")
     first = run / "0.ckptz"
     for verb in (
         ("restore", alone, "-o", tmp_path / "restored.safetensors"),
@@ -224,8 +224,8 @@ def test_every_reader_reads_it(tmp_path: Path) -> None:
     assert content_of(run / "folded.ckptz") == contents[2]
     assert content_of(tmp_path / "back.ckptz") == contents[0]
     assert "in a chain" not in ckptz("restore", alone, "-o", tmp_path / "again.safetensors").stdout
-    assert same(load_file(alone), wanted)
-    assert ckptz("verify", alone, "--json").json["files"][0]["n_chunks"] > len(wanted)
+    assert same(load_file(alone), expected)
+    assert ckptz("verify", alone, "--json").json["files"][0]["n_chunks"] > len(expected)
 
 
 @pytest.mark.parametrize("check", ["base", "stored"])
@@ -267,7 +267,7 @@ def test_features_are_those_that_are_used(tmp_path: Path) -> None:
         assert content_of(tmp_path / f"{file}.ckptz") == before
 
 
-# --- nothing is lost ------------------------------------------------------------------------------
+# --- safety of the old file -----------------------------------------------------------------------
 
 
 def test_what_stands_alone_is_left_as_it_is(chain: Chain) -> None:
@@ -299,7 +299,7 @@ def test_bases_are_found_by_the_search_path(chain: Chain, tmp_path: Path) -> Non
 def test_the_new_file_is_read_back_before_the_old_one_goes(
     chain: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A disk that writes other bytes than it was given: the file is whole, and so is what is reported."""
+    """On a disk that writes wrong bytes, the old file stays intact and the error is reported."""
     write = rebase_module.write_inline
 
     def faulty(sink: BinaryIO, *arguments: Any, **options: Any) -> int:
@@ -329,7 +329,7 @@ def content(raw: bytes) -> dict[str, bytes]:
 
 @pytest.fixture
 def small(tmp_path: Path) -> bytes:
-    """The bytes of three tensors, with two bases within."""
+    """Return the bytes of a file of three tensors with two inline bases."""
     states = [{n: ("U8", (40,), bytes([i + k]) * 40) for k, n in enumerate("abc")} for i in range(3)]
     paths = [write_plain(tmp_path / f"{i}.safetensors", state) for i, state in enumerate(states)]
     *_, last = compress(paths, chain=True, jobs=1)
@@ -358,7 +358,7 @@ def test_frames_of_bases_are_copied_whole_and_are_no_tensors(small: bytes, tmp_p
 
 
 def test_frames_of_bases_are_checked_against_their_own_entries(small: bytes) -> None:
-    """Two frames of a base that change places decode, but to tensors that the index does not name."""
+    """Swapped frames of a base decode, but not to the tensors that the index declares."""
     raw = bytearray(small)
     with contextlib.closing(open_checkpoint(MemoryBytes(small))) as opened:
         first, second, _ = (s.entry for s in opened.container.inline[0].tensors.values())

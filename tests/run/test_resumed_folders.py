@@ -1,4 +1,4 @@
-"""Folders that are compressed with --resume after a kill at any point; verify of their linked bases."""
+"""Folders that are compressed with --resume after a kill at any point, and verify of their linked bases."""
 
 import os
 from collections.abc import Callable
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 
 def two_steps(folder: Path) -> list[Path]:
-    """Two checkpoints in folders, with other files beside the tensors."""
+    """Write two checkpoint folders, with other files in addition to tensors."""
     sources = [folder / f"checkpoint-{i}" for i in (1, 2)]
     for i, source in enumerate(sources):
         (source / "sub").mkdir(parents=True)
@@ -31,15 +31,15 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def resumed_everywhere(folder: Path, work: Callable[[Path, bool], object]) -> int:
-    """Kill `work` on a new folder at each point, resume it, and compare with what is never killed.
+    """Kill `work` on a new folder at each point, resume it, and compare with an uninterrupted run.
 
     Returns the number of points.
     """
     work(folder / "whole", False)
-    wanted, n_points = contents(folder / "whole"), 0
+    expected, n_points = contents(folder / "whole"), 0
     while killed_after(n_points, partial(work, out := folder / f"after-{n_points}", False)):
         work(out, True)
-        assert contents(out) == wanted
+        assert contents(out) == expected
         assert temporaries(out) == []
         n_points += 1
     return n_points
@@ -73,9 +73,9 @@ def test_linked_bases_are_not_compared_with_the_original(tmp_path: Path) -> None
     compress(sources, tmp_path / "run", chain=True)
     second = tmp_path / "run" / sources[1].name
     assert len(list(second.glob("*.ckptz"))) == 2
-    base, own = ckptz("verify", second, "--against", sources[1]).stdout.splitlines()
+    base, delta = ckptz("verify", second, "--against", sources[1]).stdout.splitlines()
     assert "bit for bit" not in base
-    assert f"tensors identical to {sources[1]}" in own
+    assert f"tensors identical to {sources[1]}" in delta
     run = ckptz("verify", second, "--against", sources[0], fails=True)
     assert "differs" in run.error
 

@@ -1,16 +1,16 @@
-"""Retention while the disk, the system or a remote store fails: no step is lost that a rule keeps.
+"""Retention while the disk, the system or a remote store fails: no step that a rule keeps is lost.
 
-Every decision to delete in a store of steps, and what it rests on:
+Every deletion in a step store and its condition:
 
-| who deletes | what | only if |
+| code | deletes | only if |
 |---|---|---|
-| `prune` | steps that no rule keeps | each newer file that stays was read, and its base found |
-| `prune` | bases of other steps | the same; none that stays is stored against them |
-| `prune`, going back | later steps | there is an earlier one, and its headers can be read |
+| `prune` | steps that no rule keeps | each newer kept file was read, and its base found |
+| `prune` | bases of other steps | the same, and they are no base of a kept file |
+| `prune`, back to a step | later steps | an earlier step exists, and its headers can be read |
 | `StepStore.lock` | temporary files of the store | the lock is held; none has a step's name |
-| `StepStore.lock` | markers | the file that they hide is not there |
-| `StepStore.lock` | a cut-off upload | it is the newest, and shorter than its own header says |
-| `StepStore.publishing` | markers of the new step | it is new |
+| `StepStore.lock` | markers | the file that they hide does not exist |
+| `StepStore.lock` | an incomplete upload | it is the newest, and shorter than its header declares |
+| `StepStore.publishing` | markers of the new step | the step is new |
 | `Spool` | local copies | they were uploaded, or their save has failed |
 """
 
@@ -36,7 +36,7 @@ FILES = [f"step-{step:08d}{kind}.ckptz" for step in (1, 3, N_SAVED) for kind in 
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory, deltas_at_any_cost: None) -> Path:
-    """Steps 1 to 5: 2 and 3 are stored against 1, 4 against 3, 5 stands alone."""
+    """Save steps 1 to 5: 2 and 3 are deltas of 1, 4 is a delta of 3, and 5 is full."""
     del deltas_at_any_cost
     folder = tmp_path_factory.mktemp("retention") / "run"
     saved_run(folder, N_SAVED, keep=KeepPolicy(last=None), full_every=4)
@@ -48,12 +48,12 @@ def listing(folder: Path) -> Listing:
 
 
 def check_whole(folder: Path, prepared: Path, steps: set[int]) -> None:
-    """These steps are there to resume from, and each is the very files that it was, down to its full file."""
-    found, store = listing(folder), StepStore(folder)
-    assert set(found.full_steps) >= steps
+    """Require that steps exist and the files of their chains are hard links to the original ones."""
+    files, store = listing(folder), StepStore(folder)
+    assert set(files.full_steps) >= steps
     for step in steps:
         for kind in ("weights", "state"):
-            for member in store.chain(StepFile(step, kind), found.sizes):
+            for member in store.chain(StepFile(step, kind), files.sizes):
                 assert (folder / member.name).samefile(prepared / member.name)
 
 
@@ -102,7 +102,7 @@ def test_a_base_that_only_its_content_tells_stays(tmp_path: Path) -> None:
     with run.checkpointer(tmp_path, background=False, keep=KeepPolicy(last=None)) as checkpointer:
         checkpointer._rule = ChainRule(4, is_forked=False)
         checkpointer.save(1)
-        checkpointer.save(2)  # holds the same
+        checkpointer.save(2)  # has the same contents
         run.step()
         checkpointer.save(3)
     for kind in ("", ".state"):
@@ -180,7 +180,7 @@ def test_a_prune_in_which_one_call_fails_loses_no_step(
     assert 0 < sum(n_failed) < len(n_failed)
 
 
-# --- going back -----------------------------------------------------------------------------------
+# --- restoring an older step --------------------------------------------------------------------
 
 
 def test_nobody_goes_back_to_a_step_that_is_not_there_or_cannot_be_read(prepared: Path) -> None:

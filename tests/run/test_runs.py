@@ -1,4 +1,4 @@
-"""Folders of checkpoints, whoever wrote them: their steps, and what the verbs make of them."""
+"""Folders of checkpoints from all writers: their steps, and verbs on them."""
 
 import os
 import subprocess
@@ -33,14 +33,14 @@ os._exit(0)
 
 
 def plain(folder: Path, steps: tuple[int, ...] = STEPS, name: str = "step-{}.safetensors") -> list[Path]:
-    """Plain checkpoints of some steps."""
+    """Write plain checkpoints of some steps and return their paths."""
     states = ((step, a_state(drift=0.001 * step, n=500)) for step in steps)
     return [write_plain(folder / name.format(step), state) for step, state in states]
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A chain of four steps as `compress` writes it, from names in the order of a shell."""
+    """Compress four steps, named in the order of a shell, to a chain and return its folder."""
     files = sorted(plain(tmp_path))
     ckptz("compress", *files, "--chain", "-o", tmp_path / "run", "--jobs", 1)
     for file in files:
@@ -70,16 +70,16 @@ def test_names_have_steps(path: str, step: int | None) -> None:
 
 
 def test_the_step_comes_from_the_option_the_metadata_or_the_name(tmp_path: Path) -> None:
-    given: list[tuple[dict[str, str] | None, int | None, int]] = [
+    cases: list[tuple[dict[str, str] | None, int | None, int]] = [
         *((({"step": "3"}, 5, 5)), ({"step": "3"}, None, 3), ({"global_step": "4"}, None, 4)),
         *(({"step": "three"}, None, 9), (None, None, 9)),
     ]
-    for metadata, option, expected in given:
+    for metadata, option, expected in cases:
         file = write_plain(tmp_path / "step-9.safetensors", a_state(n=100), metadata)
         [report] = compress(file, tmp_path / "out.ckptz", step=option, force=True)
         assert (report.step, inspect(report.output).step) == (expected, expected)
     [again] = compress(tmp_path / "out.ckptz", tmp_path / "step-77.ckptz")
-    assert again.step == 9  # what a .ckptz file records goes on
+    assert again.step == 9  # the step that a .ckptz file records is kept
 
 
 def test_a_series_of_numbers_is_one_of_steps(tmp_path: Path) -> None:
@@ -96,13 +96,13 @@ def test_a_series_of_numbers_is_one_of_steps(tmp_path: Path) -> None:
 def test_a_chain_that_was_killed_goes_on_where_it_was(config: Any, tmp_path: Path) -> None:
     sources = plain(tmp_path, (1, 2, 3))
     compress(sources, tmp_path / "whole", config=config, chain=True)
-    wanted = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
+    expected = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
     cut = tmp_path / "cut"
     cut.mkdir()
     compress(sources[0], cut / "step-1.ckptz", config=config)
     reports = compress(sources, cut, config=config, chain=True, resume=True)
     assert [Path(report.output).name for report in reports] == ["step-2.ckptz", "step-3.ckptz"]
-    assert {path.name: path.read_bytes() for path in cut.iterdir()} == wanted
+    assert {path.name: path.read_bytes() for path in cut.iterdir()} == expected
     assert compress(sources, cut, config=config, chain=True, resume=True) == ()
     done = ckptz("compress", *sources, "--chain", "--resume", "-o", cut)
     assert "3 of 3 outputs existed and were kept" in done.stderr
@@ -213,7 +213,7 @@ def test_what_has_no_step_or_cannot_be_read_stays(run: Path) -> None:
 
 
 def linked(folder: Path, place: Callable[[int], Path]) -> list[Path]:
-    """What the adapters write: each against the one before, whose second name stands beside it."""
+    """Write a chain as the adapters do: deltas of the previous file, which is linked next to each."""
     import torch
 
     from ckptz.integrations.linked import Chain, job_of
@@ -270,7 +270,7 @@ def test_what_killed_writers_left_in_a_run_goes_with_prune(tmp_path: Path) -> No
     damaged.write_bytes(b"damaged")
     assert prune(tmp_path, KeepPolicy(last=1), dry_run=True).removed == report.removed
     damaged.write_bytes(content)
-    with publish(tmp_path / "y.ckptz"):  # somebody's who still writes
+    with publish(tmp_path / "y.ckptz"):  # of a running writer
         prune(tmp_path)
         assert len(temporaries(tmp_path)) == 1
     assert all(path.exists() for path in paths)
@@ -318,8 +318,8 @@ def test_the_weights_of_a_lossy_step_come_back_exact_under_its_name(tmp_path: Pa
         chain.write(folder / f"{name}.ckptz", job_of(weights, 7))
     done = ckptz("restore", f"{tmp_path}@7", "--to", "safetensors", "-o", f"{tmp_path}/back/")
     assert "the output has only the weights; other files of the step: state.ckptz" in done.stderr
-    [(_, (_, _, found))] = content_of(tmp_path / "back" / "model.safetensors")[0]
-    assert found == weights["w"].tobytes()
+    [(_, (_, _, data))] = content_of(tmp_path / "back" / "model.safetensors")[0]
+    assert data == weights["w"].tobytes()
 
 
 def test_a_file_whose_name_looks_like_a_step_is_a_file(run: Path, tmp_path: Path) -> None:
@@ -327,7 +327,7 @@ def test_a_file_whose_name_looks_like_a_step_is_a_file(run: Path, tmp_path: Path
     assert inspect(tmp_path / "model@8").step == 8
 
 
-# --- folders in the place of files ------------------------------------------------------------------
+# --- folders instead of files -----------------------------------------------------------------------
 
 
 def test_a_folder_is_compared_with_what_it_was_packed_to(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""An S3 server on this machine: command lines and a Checkpointer write there, and connections fail."""
+"""A local S3 server: command lines, a Checkpointer and failing connections."""
 
 import os
 import socket
@@ -25,7 +25,7 @@ KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFA
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    """A server with the bucket `runs`: its address."""
+    """Start a server with the bucket `runs` and yield its address."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in KEYS.items():
             patch.setenv(name, value)
@@ -40,7 +40,7 @@ def server() -> Iterator[str]:
 
 @pytest.fixture
 def store(server: str) -> Iterator[Any]:
-    """The server's file system, which fsspec opens for s3:// meanwhile."""
+    """Yield the server's file system and make it that of s3:// URLs."""
     from fsspec.config import conf
 
     conf["s3"] = {"endpoint_url": server}
@@ -51,7 +51,7 @@ def store(server: str) -> Iterator[Any]:
 
 @pytest.fixture
 def folder(request: pytest.FixtureRequest) -> str:
-    """A folder of the test's own in the bucket."""
+    """Return the URL of a new folder in the bucket."""
     return f"s3://runs/{request.node.name}"
 
 
@@ -59,20 +59,20 @@ def test_a_chain_goes_there_and_comes_back(
     server: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    there = ("--storage-options", f"endpoint_url={server}")
+    options = ("--storage-options", f"endpoint_url={server}")
     plain = [write_plain(tmp_path / f"step-{i}.safetensors", a_state(drift=0.001 * i)) for i in range(3)]
-    ckptz("compress", *plain, "--chain", "-o", f"{folder}/", *there)
-    assert [entry["step"] for entry in ckptz("log", folder, *there, "--json").json["entries"]] == [0, 1, 2]
-    assert ": ok" in ckptz("verify", folder, *there).stdout
-    ckptz("restore", f"{folder}@2", "-o", "back.safetensors", *there)
+    ckptz("compress", *plain, "--chain", "-o", f"{folder}/", *options)
+    assert [entry["step"] for entry in ckptz("log", folder, *options, "--json").json["entries"]] == [0, 1, 2]
+    assert ": ok" in ckptz("verify", folder, *options).stdout
+    ckptz("restore", f"{folder}@2", "-o", "back.safetensors", *options)
     assert content_of(tmp_path / "back.safetensors") == content_of(plain[2])
-    ckptz("restore", f"{folder}/step-1.ckptz", "-o", f"{folder}/back.safetensors", *there)
+    ckptz("restore", f"{folder}/step-1.ckptz", "-o", f"{folder}/back.safetensors", *options)
     diff = ("diff", f"{folder}/back.safetensors", plain[1], "--exit-code")
-    assert "equal bit for bit" in ckptz(*diff, *there).stdout
-    run = ckptz("compress", plain[0], "-o", f"{folder}/step-1.ckptz", *there, fails=True)
+    assert "equal bit for bit" in ckptz(*diff, *options).stdout
+    run = ckptz("compress", plain[0], "-o", f"{folder}/step-1.ckptz", *options, fails=True)
     assert "exists already" in run.error
-    ckptz("compress", plain[0], "-o", f"{folder}/step-1.ckptz", "-f", *there)
-    ckptz("rebase", f"{folder}/step-1.ckptz", "-o", f"{folder}/alone.ckptz", *there)
+    ckptz("compress", plain[0], "-o", f"{folder}/step-1.ckptz", "-f", *options)
+    ckptz("rebase", f"{folder}/step-1.ckptz", "-o", f"{folder}/alone.ckptz", *options)
     assert sorted(os.listdir()) == ["back.safetensors", *(file.name for file in plain)]
 
 
@@ -117,7 +117,7 @@ def test_a_training_run_resumes_from_there(folder: str) -> None:
 
 
 class Lost(OSError):
-    """A connection that ended before the response came."""
+    """Connection error that is raised instead of returning the response."""
 
 
 @pytest.mark.usefixtures("store")
@@ -132,7 +132,7 @@ def test_a_training_run_whose_responses_are_lost_resumes_from_there(
         raise Lost("connection reset by peer")
 
     monkeypatch.setattr(s3fs.S3FileSystem, "_put_file", put_file)
-    s3fs.S3FileSystem.clear_instance_cache()  # which hold the function that was there before
+    s3fs.S3FileSystem.clear_instance_cache()  # which reference the original function
     expected, run = Run().losses(3), Run()
     with run.checkpointer(folder) as checkpointer:
         for step in (1, 2):
@@ -209,8 +209,8 @@ def test_a_refused_connection_is_not_a_missing_file(
         free.bind(("127.0.0.1", 0))
         plain = write_plain(tmp_path / "a.safetensors", a_state(n=100))
         words = ("s3://runs/a.ckptz",) if verb == "inspect" else (plain, "-o", "s3://runs/a.ckptz")
-        there = f"endpoint_url=http://127.0.0.1:{free.getsockname()[1]}"
-        run = ckptz(verb, *words, "--storage-options", there, fails=True)
+        endpoint = f"endpoint_url=http://127.0.0.1:{free.getsockname()[1]}"
+        run = ckptz(verb, *words, "--storage-options", endpoint, fails=True)
     assert (run.exit_code, "no such file" in run.error) == (7, False)
     assert "s3://runs/a.ckptz: cannot be read: Could not connect" in run.error
 

@@ -1,4 +1,4 @@
-"""Locks of a folder where locks are odd: NFS, several users, and a process that forgot its own."""
+"""Locks of shared folders: NFS, several users, and locks that a process has not released."""
 
 import errno
 import gc
@@ -24,7 +24,7 @@ NOBODY = 65534
 
 
 def as_another_user(work: Callable[[], object]) -> int:
-    """The exit code of a process of another user, if root runs the tests; else of the same one."""
+    """Run `work` in a process of another user (if the tests run as root) and return its exit code."""
 
     def run() -> None:
         if os.geteuid() == 0:
@@ -38,7 +38,7 @@ def as_another_user(work: Callable[[], object]) -> int:
 
 @pytest.fixture
 def shared() -> Iterator[Path]:
-    """A folder that every user can reach."""
+    """Yield a folder that every user can access."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         run = Path(folder, "run")
@@ -65,21 +65,21 @@ def test_where_there_is_no_flock_there_is_a_lease(
 
 
 @pytest.mark.parametrize(
-    ("number", "said"),
+    ("number", "message"),
     [
         (errno.EIO, "no answer"),
-        # of NFS that locks no file that is only read
+        # NFS cannot lock files that are open for reading only
         (errno.EBADF, rf"{LOCK_NAME}: cannot be written to: Permission denied; check"),
     ],
 )
 def test_a_flock_that_fails_is_no_lease(
-    number: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
         raise OSError(number, "no answer")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.raises(OSError, match=said):
+    with pytest.raises(OSError, match=message):
         acquire(LocalFolder(tmp_path), tmp_path)
 
 
@@ -93,11 +93,11 @@ def test_a_lock_file_that_may_only_be_read_is_enough(shared: Path) -> None:
     shared.chmod(0o777)
 
     def take() -> None:
-        held = FileLock(shared)
+        lock = FileLock(shared)
         with pytest.raises(ConfigError, match="is writing here already"):
             FileLock(shared)
-        held.check()
-        held.release()
+        lock.check()
+        lock.release()
         FileLock(shared).release()
 
     assert as_another_user(take) == 0
@@ -119,7 +119,7 @@ def test_a_lock_file_is_shared_as_its_folder_is(shared: Path) -> None:
 def test_two_users_save_to_one_folder_in_turn(shared: Path) -> None:
     saved_run(shared, 1)
     shared.chmod(0o777)
-    (shared / LOCK_NAME).chmod(0o444)  # as an older ckptz left it to others
+    (shared / LOCK_NAME).chmod(0o444)  # as older versions of ckptz wrote it
 
     def go_on() -> None:
         run = Run(seed=1)
@@ -134,7 +134,7 @@ def test_two_users_save_to_one_folder_in_turn(shared: Path) -> None:
 
 
 def test_the_text_of_a_process_that_has_ended_names_nobody(shared: Path) -> None:
-    held = FileLock(shared)
+    lock = FileLock(shared)
     pid = os.fork()
     if pid == 0:
         os._exit(0)
@@ -142,7 +142,7 @@ def test_the_text_of_a_process_that_has_ended_names_nobody(shared: Path) -> None
     (shared / LOCK_NAME).write_bytes(Holder("0", pid, Holder.this_process().host, 0.0).pack())
     with pytest.raises(ConfigError, match="another process is writing here already"):
         FileLock(shared)
-    held.release()
+    lock.release()
 
 
 @pytest.mark.parametrize("has_lock", [False, True])
@@ -186,11 +186,11 @@ def test_a_save_that_fails_says_what_helps(
     assert [one for one in remedies if one in str(caught.value)] == [remedy]
 
 
-# --- a process that forgot its own ----------------------------------------------------------------
+# --- locks that were not released -----------------------------------------------------------------
 
 
 def in_a_cycle(made: Any) -> None:
-    """Keep an object alive by a reference cycle alone, as the frame of an error may."""
+    """Keep an object alive only by a reference cycle, as the frame of an error may."""
     cycle: list[Any] = [made]
     cycle.append(cycle)
 
@@ -226,11 +226,11 @@ def test_a_lease_that_nobody_uses_ends_and_is_taken_at_once(tmp_path: Path) -> N
     end = time.monotonic() + 5
     while threading.active_count() > n_threads and time.monotonic() < end:
         time.sleep(0.01)
-    assert threading.active_count() <= n_threads  # threads of earlier tests may have ended
+    assert threading.active_count() <= n_threads  # fewer if threads of earlier tests have ended
 
 
 def test_a_lease_of_a_namesake_elsewhere_is_respected(tmp_path: Path) -> None:
-    """The process of another container may have our number and host name, and is not this one."""
+    """A process of another container may have the same process id and host name as this one."""
     (tmp_path / LEASE_NAME).write_bytes(Holder.this_process().pack())
     start = time.monotonic()
     Lease(LocalFolder(tmp_path), beat=0.05, stale=0.3).release()

@@ -1,4 +1,4 @@
-"""The folder of a run: names, what is there, who may write, and which steps stay."""
+"""The folder of a run: names, listings, locks and retention."""
 
 import errno
 import os
@@ -56,12 +56,12 @@ def test_a_step_is_there_when_its_weights_are() -> None:
     both = {StepFile(s, k).name: 1 for s in (1, 2, 3) for k in ("weights", "state")}
     names = {
         **both,
-        StepFile(4, "state").name: 1,  # its writer was killed between the two
-        StepFile(5, "weights").name: 1,  # its state was retired
+        StepFile(4, "state").name: 1,  # its writer was killed between weights and state
+        StepFile(5, "weights").name: 1,  # its state was deleted by a rule
         StepFile(1, "weights").marker: 0,
         StepFile(9, "state").marker: 0,
         f".step-0123{TEMPORARY_SUFFIX}": 7,
-        f".0123{TEMPORARY_SUFFIX}": 7,  # somebody else's
+        f".0123{TEMPORARY_SUFFIX}": 7,  # of another program
         "notes.txt": 3,
     }
     listing = Listing.of(names)
@@ -97,21 +97,21 @@ def test_rules_that_mean_nothing_are_refused(wrong: dict[str, int]) -> None:
 def test_rules_of_the_command_line() -> None:
     none = (None, None, None)
     assert keep_policy(steps=none, weights=none, lower_is_better=True) == KeepPolicy(last=None, exact=None)
-    found = keep_policy(steps=(None, 10, None), weights=(3, None, None), lower_is_better=False, exact=2)
+    policy = keep_policy(steps=(None, 10, None), weights=(3, None, None), lower_is_better=False, exact=2)
     weights = KeepRules(last=3, lower_is_better=False)
-    assert found == KeepPolicy(last=1, every=10, lower_is_better=False, weights=weights, exact=2)
+    assert policy == KeepPolicy(last=1, every=10, lower_is_better=False, weights=weights, exact=2)
 
 
 # --- retention ----------------------------------------------------------------------------------
 
 
 def n_hidden(rule: ChainRule) -> int:
-    """Files that a run of kept ones may need beside themselves."""
+    """Return the maximum number of hidden files that consecutive kept files may need."""
     return (rule.full_every - 1).bit_length() if rule.is_forked else rule.full_every - 1
 
 
 def files_bound(last: int, rule: ChainRule, n_others: int = 0) -> int:
-    """Files of each kind that may be there: what docs/checkpointer.md promises."""
+    """Return the maximum number of files of each kind, as docs/checkpointer.md promises."""
     return last + n_hidden(rule) + (1 + n_hidden(rule)) * n_others
 
 
@@ -196,7 +196,7 @@ def test_weights_outlive_their_state(tmp_path: Path) -> None:
 
 
 def weights_alone(folder: Path, step: int) -> None:
-    """A step as the command line writes it: under this name, and without a state."""
+    """Write a step as the command line does: under this name, and without optimizer state."""
     save_file({"w": np.full(8, step, "f4")}, folder / "w.safetensors")
     compress(folder / "w.safetensors", folder / StepFile(step, "weights").name, step=step or None)
     (folder / "w.safetensors").unlink()
@@ -226,7 +226,7 @@ def test_weights_stay_without_rules_and_when_going_back(tmp_path: Path) -> None:
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_the_newest_stays_under_every_rule(data: st.DataObject) -> None:
-    """Whatever files are there: no prune takes the newest weights, the newest whole step, or all."""
+    """No prune deletes the newest weights or the newest complete step, or all files, of any folder."""
     steps = st.sets(st.integers(0, 9), max_size=6)
     weights, states = data.draw(steps), data.draw(steps)
     rules = st.builds(
@@ -236,8 +236,8 @@ def test_the_newest_stays_under_every_rule(data: st.DataObject) -> None:
         best=st.integers(0, 2),
     )
     alone, exact = data.draw(st.none() | rules), data.draw(st.none() | st.integers(0, 2))
-    whole = {key: getattr(data.draw(rules), key) for key in ("last", "every", "best")}
-    policy = KeepPolicy(**whole, weights=alone, exact=exact)
+    step_rules = {key: getattr(data.draw(rules), key) for key in ("last", "every", "best")}
+    policy = KeepPolicy(**step_rules, weights=alone, exact=exact)
     files = {StepFile(step, "weights") for step in weights} | {StepFile(step, "state") for step in states}
     listing = Listing(dict.fromkeys(files, 1), frozenset(), ())
     facts = {file: FileFacts(file.name, None, file.step, {}, 0, 1) for file in files}
@@ -261,7 +261,7 @@ def test_the_newest_stays_under_every_rule(data: st.DataObject) -> None:
 def test_a_file_with_the_values_of_a_base_stays_if_readers_refuse_the_one_of_its_name(
     named: FileFacts | Exception,
 ) -> None:
-    """Readers then find the values of step 1 in step 2."""
+    """Readers then find the values of step 1 in the file of step 2."""
     facts = {
         0: FileFacts("0", None, 0, {}, 0, 1),
         1: named,
@@ -304,7 +304,7 @@ def test_a_step_stays_hidden_while_a_file_of_the_user_is_stored_against_it(
     assert first.name in prune_folder(tmp_path, KeepPolicy(last=1)).removed
 
 
-# --- who may write ------------------------------------------------------------------------------
+# --- locks --------------------------------------------------------------------------------------
 
 
 def test_a_second_writer_is_refused_and_a_reader_is_not(tmp_path: Path) -> None:
@@ -316,7 +316,7 @@ def test_a_second_writer_is_refused_and_a_reader_is_not(tmp_path: Path) -> None:
         writer.maybe_save(3)
         assert other.restore_latest() in (2, 3)
         with pytest.raises(ConfigError, match=rf"this process \({os.getpid()}\) .* close\(\) the first"):
-            other.maybe_save(1)  # not due, but it will be
+            other.maybe_save(1)  # not due yet
         with pytest.raises(ConfigError, match="is writing here already"):
             prune_folder(tmp_path, KeepPolicy(last=1))
         prune_folder(tmp_path, KeepPolicy(last=1), dry_run=True)
@@ -327,8 +327,8 @@ def test_a_second_writer_is_refused_and_a_reader_is_not(tmp_path: Path) -> None:
 def test_the_lock_of_a_killed_process_is_free_at_once_and_forks_do_not_hold_it(tmp_path: Path) -> None:
     def hold() -> None:
         lock, (reader, writer) = FileLock(tmp_path), os.pipe()
-        if os.fork() == 0:  # as a data loader does
-            os.write(writer, b"!")  # its copy is closed
+        if os.fork() == 0:  # as data loaders do
+            os.write(writer, b"!")  # the inherited handle is closed
             time.sleep(5)
             os._exit(0)
         os.read(reader, 1)
@@ -355,13 +355,13 @@ def test_a_forked_process_does_not_write_beside_the_one_that_holds_the_lock(tmp_
         assert ck.steps() == (1,)
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_a_lock_that_somebody_removes_is_taken_again_or_noticed(tmp_path: Path, whole: bool) -> None:
+@pytest.mark.parametrize("removes_folder", [False, True])
+def test_a_lock_that_somebody_removes_is_taken_again_or_noticed(tmp_path: Path, removes_folder: bool) -> None:
     folder, run, other = tmp_path / "run", Run(), Run()
     with run.checkpointer(folder, background=False) as first, other.checkpointer(folder) as second:
         for step in (1, 2):
             first.save(step)
-            if whole:
+            if removes_folder:
                 shutil.rmtree(folder)
             else:
                 (folder / ".ckptz-lock").unlink()
@@ -457,8 +457,8 @@ def test_the_spool_of_a_killed_process_is_removed_by_the_next(
 def test_half_written_files_are_removed_by_the_next_writer_and_nobody_elses(tmp_path: Path) -> None:
     saved_run(tmp_path, 1)
     names = (".step-0011", ".2233", ".4455")
-    ours, others, old = (tmp_path / f"{name}{TEMPORARY_SUFFIX}" for name in names)
-    for path in (ours, others, old):
+    ours, foreign, old = (tmp_path / f"{name}{TEMPORARY_SUFFIX}" for name in names)
+    for path in (ours, foreign, old):
         path.write_bytes(b"half")
     os.utime(old, (0, 0))
     store = StepStore(tmp_path)
@@ -466,7 +466,7 @@ def test_half_written_files_are_removed_by_the_next_writer_and_nobody_elses(tmp_
     store.close()
     assert not ours.exists()
     assert not old.exists()
-    assert others.exists()
+    assert foreign.exists()
 
 
 # --- the command line ---------------------------------------------------------------------------

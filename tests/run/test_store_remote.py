@@ -1,4 +1,4 @@
-"""Stores behind fsspec URLs: finished here, uploaded under the final name, resumed from anywhere."""
+"""Stores behind fsspec URLs: files are written locally, uploaded under their final name, and resumed."""
 
 import io
 import re
@@ -24,7 +24,7 @@ OBJECTS: dict[str, bytes] = {}
 
 
 class Stream(io.RawIOBase):
-    """A pipe to an object: written from its first byte to its last, or read so."""
+    """Object handle that is read or written sequentially."""
 
     def __init__(self, path: str, mode: str) -> None:
         self._path, self._mode = path, mode
@@ -56,21 +56,21 @@ class Stream(io.RawIOBase):
 
 
 class Streams(fsspec.AbstractFileSystem):
-    """A file system that can neither seek nor rename."""
+    """File system that can neither seek nor rename."""
 
     protocol = "streams"
     cachable = False
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
         path = self._strip_protocol(path)
-        found = [
+        entries = [
             {"name": name, "size": len(data), "type": "file"}
             for name, data in OBJECTS.items()
             if name.rpartition("/")[0] == path
         ]
-        if not found:
+        if not entries:
             raise FileNotFoundError(path)
-        return found if detail else [entry["name"] for entry in found]
+        return entries if detail else [entry["name"] for entry in entries]
 
     def _open(self, path: str, mode: str = "rb", **_: Any) -> Stream:
         if "r" in mode and path not in OBJECTS:
@@ -97,7 +97,7 @@ fsspec.register_implementation("streams", Streams, clobber=True)
 
 @pytest.fixture(params=["memory", "local", "streams"])
 def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A new folder of each kind; waits are short."""
+    """Return the URL of a new folder of each kind, with short waits."""
     monkeypatch.setattr(lock, "SETTLE_SECONDS", 0.0)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
@@ -131,7 +131,7 @@ def sizes(url: str) -> dict[StepFile, int]:
 def test_runs_resume_from_there(url: str) -> None:
     expected = Run().losses(8)
     assert save_steps(url, 1, 3) == expected[:3]
-    assert save_steps(url, 4, 7) == expected[3:7]  # as another machine does, with nothing here
+    assert save_steps(url, 4, 7) == expected[3:7]  # as another machine does, without local files
     assert loss_after(url) == (7, expected[7])
     assert loss_after(url, 6) == (6, expected[6])
     assert {file.step for file in sizes(url)} == {5, 6, 7}, "full file, hidden or not, and what needs it"
@@ -224,7 +224,7 @@ def test_an_exact_head_is_uploaded_before_its_weights_and_comes_back(
     assert [name for name in names if "0002" in name and not name.startswith(".")] == [
         f"step-00000002{kind}.ckptz" for kind in (".state", ".state.exact", ".exact", "")
     ]
-    assert save_steps(url, 3, 4, config=GRID) == expected[2:4]  # another machine goes on from exact values
+    assert save_steps(url, 3, 4, config=GRID) == expected[2:4]  # another machine continues from exact values
     assert {file.step for file in sizes(url) if file.is_residual} == {4}
     assert loss_after(url) == (4, expected[4])
 
@@ -240,15 +240,15 @@ def test_a_head_that_was_cut_off_is_told_of(url: str) -> None:
 
 # --- stores that fail ---------------------------------------------------------------------------
 
-of_one_kind = pytest.mark.parametrize("url", ["memory"], indirect=True)  # the others are read the same way
+of_one_kind = pytest.mark.parametrize("url", ["memory"], indirect=True)  # other objects are read as before
 
 
 class Refused(Exception):
-    """As a store's own library raises it."""
+    """Error of a store's own library."""
 
 
 def fail_reads(patch: pytest.MonkeyPatch, name: str, error: Exception) -> None:
-    """Reads of one object fail, by ranges and whole."""
+    """Let all reads of one object fail."""
     for method in ("read_range", "open"):
         real = getattr(storage.UploadFolder, method)
 
@@ -290,8 +290,8 @@ def test_a_connection_that_is_cut_does_not_make_a_step_a_leftover(
     real = storage.UploadFolder.read_range
 
     def read_range(self: storage.UploadFolder, name: str, begin: int, end: int) -> bytes:
-        found = real(self, name, begin, end)
-        return found[: max(0, len(found) - n_lost)]
+        part = real(self, name, begin, end)
+        return part[: max(0, len(part) - n_lost)]
 
     def get_file(self: Any, path: str, local: str, **_: Any) -> None:
         data = self.cat_file(path)
@@ -314,15 +314,15 @@ def test_a_listing_without_sizes_does_not_make_a_step_a_leftover(
     expected = Run().losses(4)
     save_steps(url, 1, 3)
     system = type(fsspec.core.url_to_fs(url)[0])
-    real, told = system.ls, system.size
+    real_ls, real_size = system.ls, system.size
 
     def ls(self: Any, path: str, detail: bool = True, **kwargs: Any) -> Any:
-        return [{**entry, "size": None} for entry in real(self, path, detail=True, **kwargs)]
+        return [{**entry, "size": None} for entry in real_ls(self, path, detail=True, **kwargs)]
 
     def size(self: Any, path: str) -> Any:
         with monkeypatch.context() as undone:
-            undone.setattr(system, "ls", real)
-            return told(self, path)
+            undone.setattr(system, "ls", real_ls)
+            return real_size(self, path)
 
     with monkeypatch.context() as patched:
         patched.setattr(system, "ls", ls)

@@ -34,7 +34,7 @@ def delta_of(first: State, second: State, folder: Path, **options: Any) -> Path:
     return folder / "b.ckptz"
 
 
-# --- values and memory -------------------------------------------------------------------------------
+# --- values and memory --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("jobs", [1, 3])
@@ -231,7 +231,7 @@ def test_damage_in_the_last_chunk_is_found_before_the_first_write(tmp_path: Path
         apply_(live, bytes(damaged), check="stored")
 
 
-# --- all or nothing ------------------------------------------------------------------------
+# --- all or nothing -----------------------------------------------------------------------------
 
 
 def interrupt(monkeypatch: pytest.MonkeyPatch, at: int, error: BaseException, then: int = 0) -> None:

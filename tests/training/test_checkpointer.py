@@ -1,4 +1,4 @@
-"""The Checkpointer in a training loop: what it saves and what resumes."""
+"""The Checkpointer in a training loop: saves and resumed runs."""
 
 import runpy
 import sys
@@ -86,8 +86,8 @@ def models() -> dict[str, Callable[[], tuple[nn.Module, Any]]]:
 
 
 def bits_of(model: nn.Module, optimizers: Any) -> dict[str, Any]:
-    """Everything of a model and its optimizers, tensors as bytes."""
-    found = {}
+    """Return the state of a model and its optimizers as flat values by name, with tensors as bytes."""
+    values = {}
 
     def add(name: str, value: Any) -> None:
         if isinstance(value, torch.Tensor):
@@ -96,12 +96,12 @@ def bits_of(model: nn.Module, optimizers: Any) -> dict[str, Any]:
             for key, item in value.items() if isinstance(value, dict) else enumerate(value):
                 add(f"{name}.{key}", item)
         else:
-            found[name] = value
+            values[name] = value
 
     add("model", dict(model.state_dict()))
     optimizers = [] if optimizers is None else optimizers if isinstance(optimizers, list) else [optimizers]
     add("optimizers", [optimizer.state_dict() for optimizer in optimizers])
-    return found
+    return values
 
 
 @pytest.mark.parametrize("kind", models())
@@ -134,7 +134,7 @@ def test_a_default_device_does_not_move_saves_and_restores(tmp_path: Path, optio
     run = Run()
     run.step()
     before = state_of(run)
-    # as a loop on a GPU sets "cuda"
+    # as loops on a GPU set "cuda"
     with torch.device("meta"), run.checkpointer(tmp_path, background=False, **options) as checkpointer:
         checkpointer.save(1)
     run.step()
@@ -197,7 +197,7 @@ def test_a_snapshot_of_device_memory_is_consistent() -> None:
     for i in range(10):
         tensor.fill_(i)
         taken = snapshot.take({"a": tensor})
-        tensor.fill_(-1)  # waits on the device for the copy
+        tensor.fill_(-1)  # the device waits for the copy
         snapshot.synchronize()
         assert taken["a"].is_pinned()
         assert bool((taken["a"] == i).all())
@@ -208,13 +208,13 @@ def test_a_snapshot_of_device_memory_is_consistent() -> None:
 
 def test_the_example_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     path = ROOT / "examples" / "plain_loop.py"
-    said = []
+    outputs = []
     for n_steps in (20, 40):
         monkeypatch.setattr(sys, "argv", [str(path), str(tmp_path), str(n_steps)])
         runpy.run_path(str(path), run_name="__main__")
-        said.append(capsys.readouterr().out)
-    assert "from step 0" in said[0]
-    assert "from step 20" in said[1]
+        outputs.append(capsys.readouterr().out)
+    assert "from step 0" in outputs[0]
+    assert "from step 20" in outputs[1]
 
 
 @pytest.mark.parametrize("exact", [0, 1], ids=["lossy", "exact newest step"])
@@ -229,24 +229,24 @@ def test_a_save_decodes_as_much_however_long_its_chain_is(
         monkeypatch.setattr(reader, name, lambda *a: decoded.append(name) or decode(*a))
 
     def counts(folder: Path) -> list[int]:
-        """Chunks that each save from the second delta on decodes."""
-        run, found = Run(), []
+        """Return the number of chunks that each save decodes, from the second delta on."""
+        run, n_decoded = Run(), []
         with run.checkpointer(folder, background=False, config=GRID, keep=keep) as checkpointer:
             for step in range(1, 7):
                 run.step()
                 decoded.clear()
                 checkpointer.save(step)
-                found.append(len(decoded))
-        return found[2:]
+                n_decoded.append(len(decoded))
+        return n_decoded[2:]
 
     counting("decode_chunk")
     counting("decode_codes")
-    held = counts(tmp_path / "held")
-    assert held[0] == max(held) > 0
+    in_memory = counts(tmp_path / "held")
+    assert in_memory[0] == max(in_memory) > 0
     monkeypatch.setattr("ckptz.training.checkpointer.memory_for_last", lambda: 0)
     anew = counts(tmp_path / "anew")
     assert anew == sorted(anew)
-    assert anew[-1] > 2 * held[-1]
+    assert anew[-1] > 2 * in_memory[-1]
     files = sorted(name for name in names_in(tmp_path / "held") if name.startswith("step-"))
     assert [(tmp_path / "held" / name).read_bytes() for name in files] == [
         (tmp_path / "anew" / name).read_bytes() for name in files
@@ -259,10 +259,10 @@ def test_what_on_save_raises_costs_no_step(tmp_path: Path) -> None:
     def fail(report: SaveReport) -> None:
         raise OSError("the logger is gone")
 
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with run.checkpointer(tmp_path, background=False, on_save=fail) as checkpointer:
             run.step()
             checkpointer.save(1)
             assert checkpointer.steps() == (1,)
-    assert [str(w.message) for w in said] == ["on_save raised OSError: the logger is gone; step 1 is saved"]
+    assert [str(w.message) for w in caught] == ["on_save raised OSError: the logger is gone; step 1 is saved"]

@@ -1,4 +1,4 @@
-"""The Checkpointer beside training: what waits for what, and what becomes of saves that fail."""
+"""Saves in the background of training: order, waits and failing saves."""
 
 import errno
 import os
@@ -19,7 +19,7 @@ from tests.support.checkpointer_support import Run, loss_after, names_in, same, 
 
 
 class Gate:
-    """Holds writers back until it is opened."""
+    """Gate that blocks writers until it is opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_open, self.is_reached = threading.Event(), threading.Event()
@@ -170,6 +170,6 @@ def test_a_program_that_ends_waits_for_its_saves_and_says_what_was_lost(tmp_path
     assert f"ckptz: {tmp_path}/lost: step 2 was lost: division by zero" in done.stderr
     for name, width in (("lost", 64), ("whole", 900), ("daemon", 900)):
         torch.manual_seed(0)
-        wanted, found = torch.nn.Linear(width, width), torch.nn.Linear(width, width)
-        assert Checkpointer(tmp_path / name, found).restore_latest() == 1
-        assert same(dict(found.state_dict()), dict(wanted.state_dict())), name
+        expected, restored = torch.nn.Linear(width, width), torch.nn.Linear(width, width)
+        assert Checkpointer(tmp_path / name, restored).restore_latest() == 1
+        assert same(dict(restored.state_dict()), dict(expected.state_dict())), name

@@ -1,4 +1,4 @@
-"""A Checkpointer with a budget or a calibration: what is searched, what is kept, and what is refused."""
+"""A Checkpointer with a budget or a calibration: searches, limits and refusals."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ckptz.torch import load_file
 from ckptz.training.checkpointer import SaveReport
 from tests.support.checkpointer_support import LOSSY, names_in
 
-WIDTH = 80  # of matrices that are large enough to become lossy
+WIDTH = 80  # matrices of this width are large enough to become lossy
 
 
 class Training:
-    """A regression with AdamW; tied weights, biases, and a buffer that no optimizer sees."""
+    """Regression with AdamW, tied weights, biases, and a buffer."""
 
     def __init__(self, seed: int = 0, width: int = WIDTH) -> None:
         torch.manual_seed(seed)
@@ -64,13 +64,13 @@ class Training:
 
 
 def correlated(n: int, width: int = WIDTH) -> torch.Tensor:
-    """Inputs in a few directions, always the same ones."""
+    """Return random inputs in a fixed subspace of 8 dimensions."""
     mix = torch.randn(8, width, generator=torch.Generator().manual_seed(1))
     return torch.randn(n, 8) @ mix
 
 
 def restored(folder: Path) -> Training:
-    """Another run that goes on from the newest step."""
+    """Return another run that is resumed from the newest step."""
     run = Training(seed=1).trained(1)
     with run.checkpointer(folder) as checkpointer:
         checkpointer.restore_latest()
@@ -78,7 +78,7 @@ def restored(folder: Path) -> Training:
 
 
 def error_to(exact: dict[str, torch.Tensor]) -> Callable[[dict[str, torch.Tensor]], float]:
-    """A quality: 1 and the mean relative error of the weights."""
+    """Return a quality function: 1 plus the mean relative error of the weights."""
 
     def quality(state: dict[str, torch.Tensor]) -> float:
         assert state.keys() == exact.keys()
@@ -90,7 +90,7 @@ def error_to(exact: dict[str, torch.Tensor]) -> Callable[[dict[str, torch.Tensor
 
 @contextlib.contextmanager
 def saved(folder: Path, run: Training, step: int = 1, **options: Any) -> Iterator[SaveReport]:
-    """One step, saved by a Checkpointer of its own."""
+    """Save one step with a new Checkpointer and yield its report."""
     with run.checkpointer(folder, **options) as checkpointer:
         checkpointer.save(step)
         yield checkpointer.wait()
@@ -118,12 +118,12 @@ def test_a_budget_is_kept_by_what_the_files_restore_to(tmp_path: Path, config: A
         "quality-drop"
     }
     assert not lossy_records(tmp_path / "step-00000001.state.ckptz")
-    found = restored(tmp_path).state()
-    assert quality(found) == record.measured
+    state = restored(tmp_path).state()
+    assert quality(state) == record.measured
     assert 0.005 < record.measured - 1 <= 0.05
-    assert found["0.bias"].equal(exact["0.bias"])
+    assert state["0.bias"].equal(exact["0.bias"])
     loaded = load_file(tmp_path / "step-00000001.ckptz")
-    assert loaded["0.weight"].equal(found["0.weight"])
+    assert loaded["0.weight"].equal(state["0.weight"])
 
 
 @pytest.mark.usefixtures("deltas_at_any_cost")
@@ -132,7 +132,7 @@ def test_later_saves_begin_where_the_one_before_ended(tmp_path: Path) -> None:
     exact: dict[str, torch.Tensor] = {}
     budget = Budget(lambda state: error_to(exact)(state), 0.02)
     reports = []
-    for resumed in (False, True):  # by what it remembers, and by what the file before records
+    for resumed in (False, True):  # from memory, and from the record of the previous file
         with run.checkpointer(tmp_path, budget=budget) as checkpointer:
             for step in (3, 4) if resumed else (1, 2):
                 exact.update(run.state())
@@ -157,12 +157,12 @@ def test_a_budget_that_nothing_keeps_gives_lossless_files(tmp_path: Path) -> Non
         assert report.search.config is None
         assert any("nothing that was tried keeps the budget" in note for note in report.notes)
     assert not lossy_records(tmp_path / "step-00000001.ckptz")
-    found = restored(tmp_path).state()
-    assert all(tensor.equal(found[name]) for name, tensor in exact.items())
+    state = restored(tmp_path).state()
+    assert all(tensor.equal(state[name]) for name, tensor in exact.items())
 
 
 @pytest.mark.parametrize("background", [True, False])
-@pytest.mark.parametrize("n_good", [0, 2])  # the exact state is the first
+@pytest.mark.parametrize("n_good", [0, 2])  # the exact state is evaluated first
 def test_a_raising_evaluation_ends_the_save_and_leaves_the_step_before(
     tmp_path: Path, background: bool, n_good: int
 ) -> None:
@@ -188,8 +188,8 @@ def test_a_raising_evaluation_ends_the_save_and_leaves_the_step_before(
         checkpointer.save(2)  # may be tried again
         assert checkpointer.wait() is not None
         assert checkpointer.steps() == (1, 2)
-    found = {name: (tmp_path / name).read_bytes() for name in before}
-    assert found == before
+    contents = {name: (tmp_path / name).read_bytes() for name in before}
+    assert contents == before
     assert not [name for name in names_in(tmp_path) if name.endswith("-tmp")]
 
 
@@ -204,13 +204,13 @@ def test_an_evaluation_changes_nothing_in_the_run(tmp_path: Path) -> None:
     expected = Training()
     losses = [expected.step() for _ in range(6)]
     run = Training()
-    found = []
+    losses_with_budget = []
     with run.checkpointer(tmp_path, budget=Budget(rude, 0.5)) as checkpointer:
         for step in range(6):
-            found.append(run.step())
+            losses_with_budget.append(run.step())
             if step == 2:
                 checkpointer.save(step)
-    assert found == losses
+    assert losses_with_budget == losses
 
 
 def test_ctrl_c_in_a_search_saves_the_best_so_far_and_goes_on_up(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_ctrl_c_in_a_search_saves_the_best_so_far_and_goes_on_up(tmp_path: Path)
 
     def interrupted(state: dict[str, torch.Tensor]) -> float:
         calls.append(1)
-        if len(calls) == 4:  # the exact state twice, and a trial
+        if len(calls) == 4:  # two evaluations of the exact state, and a trial
             raise KeyboardInterrupt
         return error_to(exact)(state)
 
@@ -236,7 +236,7 @@ def test_ctrl_c_in_a_search_saves_the_best_so_far_and_goes_on_up(tmp_path: Path)
 
 
 def resumed_loss(state: dict[str, torch.Tensor], n_steps: int) -> float:
-    """Trains on from weights and moments by their names."""
+    """Train from weights and moments by name; return the mean loss."""
     run = Training()
     weights = {name: tensor for name, tensor in state.items() if not name.startswith("optimizer.")}
     run.model.load_state_dict(weights)
@@ -308,12 +308,12 @@ def test_a_grid_resumes_with_lossy_weights_and_moments(tmp_path: Path) -> None:
             exact, moments = run.state(), run.moments("exp_avg_sq")
             expected = run.step()
     other = restored(tmp_path)
-    found = other.state()
-    assert 0 < (found["0.weight"] - exact["0.weight"]).norm() < 0.3 * exact["0.weight"].norm()
-    # Moved by what its first moment loses, beside a relative 2^-10.
-    apart = (found["0.bias"] - exact["0.bias"]).abs().max()
+    state = other.state()
+    assert 0 < (state["0.weight"] - exact["0.weight"]).norm() < 0.3 * exact["0.weight"].norm()
+    # The momentum correction, and a relative rounding error of 2^-10.
+    apart = (state["0.bias"] - exact["0.bias"]).abs().max()
     assert 0 < apart < 0.2 * exact["0.weight"].abs().max()
-    assert found["scale"].equal(exact["scale"]), "what is not trained stays exact"
+    assert state["scale"].equal(exact["scale"]), "what is not trained stays exact"
     octaves = (other.moments("exp_avg_sq")["0.weight"] / moments["0.weight"]).log2().abs()
     assert 0 < octaves.max() < 4.1
     assert other.step() == pytest.approx(expected, rel=0.1)
@@ -322,7 +322,7 @@ def test_a_grid_resumes_with_lossy_weights_and_moments(tmp_path: Path) -> None:
 
 
 def relative_output_error(run: Training, folder: Path) -> float:
-    """Of the first layer, on inputs such as those that were recorded."""
+    """Return the error of the first layer's outputs, on inputs of the calibration's distribution."""
     error = load_file(folder / "step-00000001.ckptz")["0.weight"] - run.state()["0.weight"]
     return float((error @ correlated(256).T).norm())
 
@@ -334,13 +334,13 @@ def test_a_calibration_guides_the_rounding_as_an_object_a_callable_and_a_file(
     run = Training().trained(3)
     calibration = run.calibration()
     calibration.save(tmp_path / "inputs.safetensors")
-    given = {"object": calibration, "callable": lambda: calibration, "file": tmp_path / "inputs.safetensors"}
+    forms = {"object": calibration, "callable": lambda: calibration, "file": tmp_path / "inputs.safetensors"}
     plain, guided, from_file = (tmp_path / name for name in ("plain", "guided", "from_file"))
     with saved(plain, run, config=Grid(step=4)) as report:
         assert any("no calibration" in note for note in report.notes)
-    with saved(guided, run, config=Grid(step=4), calibration=given[kind]) as report:
+    with saved(guided, run, config=Grid(step=4), calibration=forms[kind]) as report:
         assert not any("no calibration" in note for note in report.notes)
-    with saved(from_file, run, config=Grid(step=4), calibration=given["file"]):
+    with saved(from_file, run, config=Grid(step=4), calibration=forms["file"]):
         pass
     assert relative_output_error(run, guided) < 0.9 * relative_output_error(run, plain)
     name = "step-00000001.ckptz"
@@ -400,8 +400,8 @@ def test_a_calibration_of_another_model_is_an_error_that_names_the_tensor(
 def test_calibrations_that_hold_nothing_are_refused(tmp_path: Path) -> None:
     run = Training()
     wrong = (Calibration(run.model), lambda: None, tmp_path / "missing")
-    for given, error in zip(wrong, (CalibrationError, ConfigError, FileNotFoundError), strict=True):
-        checkpointer = run.checkpointer(tmp_path, config=Grid(), calibration=given)
+    for invalid, error in zip(wrong, (CalibrationError, ConfigError, FileNotFoundError), strict=True):
+        checkpointer = run.checkpointer(tmp_path, config=Grid(), calibration=invalid)
         with checkpointer, pytest.raises(error):
             checkpointer.save(1)
     assert not [name for name in names_in(tmp_path) if name.startswith("step-")]

@@ -1,4 +1,4 @@
-"""A process that ends anywhere in a prune or a rebase loses no step; test_front_doors.py ends saves."""
+"""A process that is killed anywhere in a prune or a rebase loses no step; saves: test_front_doors.py."""
 
 import os
 import shutil
@@ -30,7 +30,7 @@ OPTIONS = {"keep": KeepPolicy(last=3), "full_every": 4}
 
 
 def seen_in(folder: Path) -> frozenset[tuple[str, bytes]]:
-    """Names and contents of files but for those that nobody reads: unfinished ones, and who held the lock."""
+    """Return names and contents of files, without the contents of unfinished files and the lock file."""
     return frozenset(
         ("unfinished", b"")
         if path.name.endswith(publish.TEMPORARY_SUFFIX)
@@ -41,25 +41,25 @@ def seen_in(folder: Path) -> frozenset[tuple[str, bytes]]:
 
 
 def abort_everywhere(prepared: Path, work: Callable[[Path], object], check: Callable[[Path], None]) -> int:
-    """Do `work` on copies of a folder, aborted at each place in turn; how many places there are.
+    """Run `work` on copies of a folder, aborted at each change in turn; return the number of changes.
 
-    What is left is checked once, wherever it is left again in the same state.
+    Folders with equal contents are checked once.
     """
     at, checked = 0, set[frozenset[tuple[str, bytes]]]()
     while True:
         at += 1
         folder = prepared.with_name("aborted")
         shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(prepared, folder, copy_function=os.link)  # nothing is written to in place
+        shutil.copytree(prepared, folder, copy_function=os.link)  # no file is modified in place
 
         def aborted(folder: Path = folder, at: int = at) -> None:
             with Faults(lambda n, _: n == at, die, folder).installed(CHANGES):
                 work(folder)
 
         code = in_child(aborted)
-        if (left := seen_in(folder)) not in checked:
+        if (contents := seen_in(folder)) not in checked:
             check(folder)
-            checked.add(left)
+            checked.add(contents)
         if code == 0:
             return at - 1
         assert code == DEAD
@@ -71,13 +71,13 @@ def listing(folder: Path) -> Listing:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A folder with some steps, hidden ones among them, all of which resume.
+    """Folder of a run with some steps, including hidden ones, all of which resume.
 
     Attributes:
-        folder: nothing in it is written to.
-        losses: of the run that goes on, the first one at index 1.
-        ahead: the run after its next step, which is to be saved.
-        rng: random numbers of that time.
+        folder: is not modified.
+        losses: of the uninterrupted run, by step from 1 on.
+        ahead: the run after the next step, which has not been saved.
+        rng: random states after this step.
     """
 
     folder: Path
@@ -86,9 +86,9 @@ class Prepared:
     rng: dict[str, Any]
 
     def is_as_it_was(self, file: Path) -> bool:
-        """Whether a file of a copy of the folder is the very file, whose content nobody has to look at."""
-        mine = self.folder / file.name
-        return mine.exists() and file.samefile(mine)
+        """Return True if a file in a copy of the folder is a hard link to the original."""
+        original = self.folder / file.name
+        return original.exists() and file.samefile(original)
 
 
 @pytest.fixture(scope="module")
@@ -101,15 +101,15 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, deltas_at_any_cost: None)
             checkpointer.save(step)
     ahead.step()
     rng = random_state()
-    found = Prepared(folder, [0.0, *Run().losses(N_SAVED + 4)], ahead, rng)
+    result = Prepared(folder, [0.0, *Run().losses(N_SAVED + 4)], ahead, rng)
     assert listing(folder).hidden
     for step in listing(folder).full_steps:
-        assert loss_after(folder, step) == (step, found.losses[step + 1])
-    return found
+        assert loss_after(folder, step) == (step, result.losses[step + 1])
+    return result
 
 
 def check_resumes(folder: Path, step: int, prepared: Prepared) -> None:
-    """A step resumes exactly: all files that it needs are as they were, or it is restored."""
+    """Require that a step resumes exactly: its files are unchanged, or it is restored and compared."""
     sizes, store = listing(folder).sizes, StepStore(folder)
     kinds: tuple[FileKind, ...] = ("weights", "state")
     needed = [member for kind in kinds for member in store.chain(StepFile(step, kind), sizes)]
@@ -119,18 +119,18 @@ def check_resumes(folder: Path, step: int, prepared: Prepared) -> None:
 
 
 def check_whole(folder: Path, prepared: Prepared) -> int:
-    """Every step that can be seen resumes exactly, and the next process goes on; the newest step.
+    """Require that all visible steps resume exactly and the next process can save; return the newest step.
 
-    It saves, and leaves nothing behind that does not belong there.
+    After this save there must be no leftovers.
     """
     steps = listing(folder).full_steps
     for step in steps:
         check_resumes(folder, step, prepared)
     save_next(folder, prepared)
-    found = listing(folder)
-    assert not found.leftovers
-    states = {file.step for file in set(found.sizes) - found.hidden if file.kind == "state"}
-    assert states == set(found.weights_steps)
+    files = listing(folder)
+    assert not files.leftovers
+    states = {file.step for file in set(files.sizes) - files.hidden if file.kind == "state"}
+    assert states == set(files.weights_steps)
     return steps[-1]
 
 

@@ -1,4 +1,4 @@
-"""What the Checkpointer refuses: arguments, other models, and damaged steps."""
+"""Refusals of the Checkpointer: arguments, other models, and damaged steps."""
 
 import os
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from tests.support.checkpointer_support import (
 )
 from tests.support.hooks_support import process_group
 
-# --- what is refused -------------------------------------------------------------------------------
+# --- refused calls ---------------------------------------------------------------------------------
 
 
 def test_a_step_is_saved_once_and_after_those_that_are_there(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ CYCLE: list[Any] = []
 CYCLE.append(CYCLE)
 GROUPS: list[dict[str, Any]] = [{"params": list(MODEL.parameters())}, {"params": []}]
 LOOSELY = {"weights_only": True, "strict": False}
-# What is refused before anything is written: the call, and words of its ConfigError.
+# Calls that are refused before anything is written, and words of the ConfigError.
 REFUSED: dict[str, tuple[Call, str]] = {
     "every": (opening(every=0), "every must be at least 1"),
     "no chain": (opening(full_every=0), r"full_every must be 1\.\.64"),
@@ -136,7 +136,7 @@ REFUSED: dict[str, tuple[Call, str]] = {
         r"'extra\.mask' is sparse \(torch\.sparse_coo\)",
     ),
 }
-# What is refused of a step that is there: what was saved, the call, and words of its ConfigError.
+# Refused restores of a saved step: what was saved, the call, and words of the ConfigError.
 UNFIT: dict[str, tuple[dict[str, Any], Call, str]] = {
     "dtype": (
         {"model": linear().bfloat16()},

@@ -1,4 +1,4 @@
-"""The cost of lossy restarts, estimated from metrics, and the finer files that follow from it."""
+"""The cost of lossy restarts, estimated from metrics, and the finer steps that result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOSSY: dict[str, Any] = {"config": Grid(), "keep": KeepPolicy(last=None, exact=0
 
 
 def after(jump: float, *, is_better_lower: bool = True, noise: float = 0.0) -> tuple[Curve, list[str]]:
-    """Add the metrics of a run that restarts at each tenth save and is worse by `jump` behind it."""
+    """Return the curve and notes of a run whose loss rises by `jump` at restarts, one per ten saves."""
     curve, notes, lost, source = Curve(lower_is_better=is_better_lower), list[str](), 0.0, random.Random(0)
     for i in range(40):
         loss = 2 + math.exp(-i / 20) + lost + noise * source.gauss(0, 1)

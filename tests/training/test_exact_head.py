@@ -1,4 +1,4 @@
-"""Lossy files and exact newest steps: what is written, what a restore gives, and what goes when."""
+"""Lossy files and exact newest steps: residual files, restores and deletions."""
 
 import contextlib
 import os
@@ -38,7 +38,7 @@ HEAD = {f"step-{N_SAVED:08d}{kind}.exact.ckptz" for kind in ("", ".state")}
 
 
 def short(name: str) -> str:
-    """The name of a residual without its digest."""
+    """Return the name of a residual file without its digest."""
     return re.sub(r"(\.exact)-[0-9a-f]{16}", r"\1", name)
 
 
@@ -47,13 +47,13 @@ def residuals(folder: Path) -> set[str]:
 
 
 def residual(folder: Path, name: str) -> Path:
-    """The path of a residual by its short name."""
+    """Return the path of a residual file by its name without digest."""
     [path] = folder.glob(name.replace(".exact.", ".exact-*."))
     return path
 
 
 def resumed(folder: Path, step: int = N_SAVED, **options: Any) -> tuple[Run, Checkpointer]:
-    """A new process that has restored a step."""
+    """Return a run and its Checkpointer after a restore of a step."""
     run = Run(seed=99)
     with run.checkpointer(folder) as checkpointer:
         checkpointer.restore(step, **options)
@@ -62,7 +62,7 @@ def resumed(folder: Path, step: int = N_SAVED, **options: Any) -> tuple[Run, Che
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four lossy steps, each against the one before; the newest is exact."""
+    """Return a folder of four lossy steps, each a delta of the previous one; the newest is exact."""
     folder = tmp_path_factory.mktemp("head") / "run"
     saved_run(folder, N_SAVED, config=GRID)
     return folder
@@ -78,21 +78,22 @@ def losses() -> list[float]:
     return [0.0, *Run().losses(N_SAVED + 2)]
 
 
-# --- what is written ------------------------------------------------------------------------------------
+# --- written files --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("exact", "wanted"), [(0, ()), (1, (4,)), (2, (3, 4)), (None, (1, 2, 3, 4))])
+@pytest.mark.parametrize(("exact", "exact_steps"), [(0, ()), (1, (4,)), (2, (3, 4)), (None, (1, 2, 3, 4))])
 def test_the_newest_steps_are_exact(
-    tmp_path: Path, exact: int | None, wanted: tuple[int, ...], losses: list[float]
+    tmp_path: Path, exact: int | None, exact_steps: tuple[int, ...], losses: list[float]
 ) -> None:
     saved_run(tmp_path, N_SAVED, config=GRID, keep=KeepPolicy(exact=exact))
-    assert residuals(tmp_path) == {f"step-{s:08d}{k}.exact.ckptz" for s in wanted for k in ("", ".state")}
+    names = {f"step-{step:08d}{kind}.exact.ckptz" for step in exact_steps for kind in ("", ".state")}
+    assert residuals(tmp_path) == names
     for step in range(1, N_SAVED + 1):
         run, checkpointer = resumed(tmp_path, step)
-        assert checkpointer.restored.is_exact == (step in wanted)
+        assert checkpointer.restored.is_exact == (step in exact_steps)
         is_named = any("no residual files" in note for note in checkpointer.restored.notes)
-        assert is_named == (step not in wanted)
-        assert (run.step() == losses[step + 1]) == (step in wanted)
+        assert is_named == (step not in exact_steps)
+        assert (run.step() == losses[step + 1]) == (step in exact_steps)
 
 
 def test_a_residual_is_an_ordinary_file_and_its_lossy_file_stays_lossy(folder: Path) -> None:
@@ -117,11 +118,11 @@ def test_nothing_is_stored_against_a_residual_even_after_a_restore_of_one(folder
         run.step()
         checkpointer.save(5)
     store = StepStore(folder)
-    found = {file.name: store.facts(file, n).base for file, n in store.listing().sizes.items()}
-    bases = {short(name): None if base is None else base.file for name, base in found.items()}
+    base_refs = {file.name: store.facts(file, n).base for file, n in store.listing().sizes.items()}
+    bases = {short(name): None if base is None else base.file for name, base in base_refs.items()}
     for kind in ("", ".state"):
         assert bases[f"step-00000005{kind}.ckptz"] == f"step-00000004{kind}.ckptz"
-    assert bases["step-00000005.exact.ckptz"] is None  # all of it is of fp32, and lost something
+    assert bases["step-00000005.exact.ckptz"] is None  # all tensors are fp32 and lossy
     assert bases["step-00000005.state.exact.ckptz"] == "step-00000005.state.ckptz"
     assert not [base for base in bases.values() if base is not None and ".exact-" in base]
 
@@ -149,7 +150,7 @@ def test_weights_get_their_name_last_and_only_then_older_residuals_go(
 
 
 def test_the_longest_chain_takes_no_file_more(tmp_path: Path) -> None:
-    """Not by `save_file`, and not by a residual, which is a delta to its lossy file."""
+    """A chain of maximum length takes no further delta: neither of `save_file` nor a residual file."""
     paths = [tmp_path / f"{n}.ckptz" for n in range(MAX_DEPTH + 2)]
     has_bases = []
     for n, path in enumerate(paths[:-1]):
@@ -190,7 +191,7 @@ def test_a_report_says_what_the_head_takes_and_a_state_that_loses_nothing_needs_
         assert report.exact_bytes == sum(size for name, size in sizes.items() if ".exact-" in name) > 0
 
 
-# --- residuals that are not right -----------------------------------------------------------------------
+# --- invalid residual files -----------------------------------------------------------------------------
 
 
 def cut(path: Path) -> None:
@@ -277,9 +278,9 @@ def test_a_disk_that_fails_is_no_reason_for_lossy_values(folder: Path) -> None:
 def test_a_residual_without_its_lossy_file_is_a_leftover(folder: Path) -> None:
     for kind in ("", ".state"):
         (folder / f"step-00000004{kind}.ckptz").unlink()
-    found = Listing.of(dict.fromkeys(names_in(folder), 1))
-    assert found.full_steps == (1, 2, 3)
-    assert set(map(short, found.leftovers)) == HEAD
+    files = Listing.of(dict.fromkeys(names_in(folder), 1))
+    assert files.full_steps == (1, 2, 3)
+    assert set(map(short, files.leftovers)) == HEAD
     checked = ckptz("verify", folder)
     assert "2 unfinished files" in checked.stderr
     run = Run(seed=99)
@@ -316,7 +317,7 @@ def test_residuals_of_earlier_versions_are_found_and_one_of_a_rebased_file_too(
     ckptz("verify", f"{folder}@4", "--against", tmp_path / "earlier.safetensors")
 
 
-# --- what goes, and when --------------------------------------------------------------------------------
+# --- deletions ------------------------------------------------------------------------------------------
 
 
 def test_a_prune_keeps_residuals_unless_it_is_told_how_many(folder: Path, losses: list[float]) -> None:
@@ -406,17 +407,17 @@ def test_what_names_a_step_gives_exact_values_and_a_path_those_of_its_file(
 ) -> None:
     exact = load_file(residual(folder, "step-00000004.exact.ckptz"))
     lossy = load_file(folder / "step-00000004.ckptz")
-    for text, wanted in ((f"{folder}@4", exact), (folder / "step-00000004.ckptz", lossy)):
+    for text, expected in ((f"{folder}@4", exact), (folder / "step-00000004.ckptz", lossy)):
         ckptz("restore", text, "-o", tmp_path / "out.safetensors", "--force")
         output = load_file(tmp_path / "out.safetensors")
-        assert same({name.removeprefix("model."): tensor for name, tensor in output.items()}, wanted)
+        assert same({name.removeprefix("model."): tensor for name, tensor in output.items()}, expected)
         ckptz("verify", text, "--against", tmp_path / "out.safetensors")
     saved_run(tmp_path / "again", N_SAVED, config=GRID)
-    there, here = f"{tmp_path / 'again'}@4", f"{folder}@4"
-    assert diff(there, here).is_equal
+    other_step, this_step = f"{tmp_path / 'again'}@4", f"{folder}@4"
+    assert diff(other_step, this_step).is_equal
     for name in HEAD:
         residual(folder, name).unlink()
-    assert not diff(there, here).is_equal
+    assert not diff(other_step, this_step).is_equal
 
 
 def test_a_log_tells_residuals_from_deltas(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Averages of weights among the extras: a method takes them as weights where they are named as such."""
+"""Averages of weights among the extras: methods treat them as weights if they are named as such."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from ckptz.training.copies import copied
 
 
 class Diffusion:
-    """A small convolutional model that learns the noise in pictures of a spot, and its average."""
+    """Small convolutional model that predicts the noise in images of a spot, and its averaged weights."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -34,8 +34,8 @@ class Diffusion:
         share = torch.rand(16, 1, 1, 1, generator=generator)
         noise = torch.randn(16, 1, 8, 8, generator=generator)
         noisy = (1 - share) * torch.exp(-away / 4) + share * noise
-        found: torch.Tensor = model(torch.cat([noisy, share.expand_as(noisy)], 1)) - noise
-        return found.square().mean()
+        error: torch.Tensor = model(torch.cat([noisy, share.expand_as(noisy)], 1)) - noise
+        return error.square().mean()
 
     def train(self, checkpointer: Checkpointer, n_steps: int) -> None:
         for step in range(1, n_steps + 1):
@@ -77,8 +77,8 @@ def test_an_average_that_is_named_is_as_small_as_weights(tmp_path: Path, config:
     assert ratio(averages) > 0.8 * ratio(list(weights))
     [large] = [one for one in averages if one.name == "extra.ema.module.3.weight"]
     assert (large.role, large.layer_type, large.lossy.method) == ("weight", "conv", config.name)
-    found = load_file(tmp_path / "step-00000040.state.ckptz")
-    assert found["extra.ema.n_averaged"] == exact["n_averaged"]
+    loaded = load_file(tmp_path / "step-00000040.state.ckptz")
+    assert loaded["extra.ema.n_averaged"] == exact["n_averaged"]
     [other] = [one for one in state if one.name == "extra.statistics.mean"]
     assert other.lossy is None
 

@@ -1,4 +1,4 @@
-"""Forks while a thread writes: the writer goes on, and so does the forked process."""
+"""Forks while a thread writes: the writer and the forked process both continue."""
 
 import os
 import signal
@@ -36,7 +36,7 @@ def test_a_fork_never_stops_a_thread_that_writes(what: str, n_forks: int, tmp_pa
 
 
 class Slow:
-    """A matrix whose product takes until it is told to end."""
+    """Matrix whose product blocks until it is released."""
 
     def __init__(self) -> None:
         self.began, self.may_end = threading.Event(), threading.Event()
@@ -73,4 +73,4 @@ def test_ctrl_c_while_a_fork_waits_is_raised_after_it() -> None:
     assert is_waited_for == [True]
     thread.join()
     assert products == ["product"]
-    assert blas.product(np.eye(2), np.eye(2)).sum() == 2  # no lock stays
+    assert blas.product(np.eye(2), np.eye(2)).sum() == 2  # no lock remains

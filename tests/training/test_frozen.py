@@ -1,4 +1,4 @@
-"""Checkpoints of what is trained: frozen weights stay out, and a restore wants the model to hold them."""
+"""Checkpoints of trained parameters only: a restore requires the model's frozen weights to be unchanged."""
 
 import warnings
 from pathlib import Path
@@ -19,7 +19,7 @@ FROZEN = r"without its frozen weights.* \(first 'base\.weight'\) are others"
 
 
 class Adapted(nn.Module):
-    """A frozen layer with a trained one of low rank beside it, and a buffer that training moves."""
+    """Frozen layer with a trained low-rank adapter, and a buffer that training changes."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -65,16 +65,16 @@ def test_frozen_weights_stay_out_and_the_run_goes_on(tmp_path: Path) -> None:
     for (name, one), two in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
         assert torch.equal(one, two), name
     step(other, optimizer, 2)
-    whole, whole_optimizer = trained(3)
-    step(whole, whole_optimizer, 2)
-    assert all(map(torch.equal, other.state_dict().values(), whole.state_dict().values()))
+    uninterrupted, whole_optimizer = trained(3)
+    step(uninterrupted, whole_optimizer, 2)
+    assert all(map(torch.equal, other.state_dict().values(), uninterrupted.state_dict().values()))
 
 
 def test_a_restore_wants_the_frozen_weights(tmp_path: Path) -> None:
     saved(tmp_path)
     other, optimizer = trained(0, Adapted(seed=1))
     before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
-    for trainable_only in (True, False):  # the file says what it is
+    for trainable_only in (True, False):  # the file records that it is partial
         with Checkpointer(tmp_path, other, optimizer, trainable_only=trainable_only) as checkpointer:
             with pytest.raises(ConfigError, match=FROZEN):
                 checkpointer.restore(3)
@@ -136,7 +136,7 @@ def test_frozen_weights_that_change_during_a_run_are_told_at_once(tmp_path: Path
     model = Adapted()
     with Checkpointer(tmp_path, model, trainable_only=True, jobs=1) as checkpointer:
         checkpointer.save(1)
-        model.base.weight.data.mul_(0.999)  # as averages of weights do; it counts as no version
+        model.base.weight.data.mul_(0.999)  # as averages of weights do; no version counter increases
         with pytest.warns(RuntimeWarning, match=r"'base\.weight', have changed.*or leave trainable_only out"):
             checkpointer.save(2)
     with (

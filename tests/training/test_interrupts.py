@@ -1,4 +1,4 @@
-"""Signals and threads while a save is waited for: no step is lost without a word, and none is wrong."""
+"""Signals and threads during waits for saves: every lost step is reported, and none has wrong values."""
 
 import contextlib
 import dis
@@ -28,11 +28,11 @@ from tests.support.checkpointer_support import in_child
 from tests.support.spec_support import ROOT
 
 WHERE = ("save", "wait", "close", "restore")
-QUICK = {("ctrl-c", "save"), ("saves", "wait")}  # each is a process; all points are met in this one below
+QUICK = {("ctrl-c", "save"), ("saves", "wait")}  # each is a process; tests below cover all points
 
 
 def steps_of(folder: Path) -> tuple[int, ...]:
-    """The steps that are there; each holds the values that were given."""
+    """Return the steps of a folder, and require that each restores the values that were saved."""
     model = torch.nn.Linear(300, 300)
     with Checkpointer(folder, model) as checkpointer:
         for step in checkpointer.steps():
@@ -59,19 +59,19 @@ def test_a_signal_at_each_place_where_training_waits_loses_no_step(
     kind: str, where: str, tmp_path: Path
 ) -> None:
     done = interrupted(tmp_path, where, kind, *(("-O",) if where == "wait" else ()))
-    found = steps_of(tmp_path)
-    assert 1 in found, done.stderr
+    steps = steps_of(tmp_path)
+    assert 1 in steps, done.stderr
     for step in map(int, done.stdout.replace("saved", "").split()):
-        assert step in found, "it was reported, and is not there"
+        assert step in steps, "it was reported, and is not there"
     if kind == "ctrl-c":
         assert "KeyboardInterrupt" in done.stderr
-        assert 2 not in found  # the save that was interrupted had not begun
+        assert 2 not in steps  # the save that was interrupted had not begun
     elif kind == "saves":
         assert done.returncode == 1
         assert "let the handler set a flag" in done.stderr
-        assert 99 not in found
+        assert 99 not in steps
     elif where != "close":
-        assert 3 in found, done.stderr
+        assert 3 in steps, done.stderr
 
 
 @pytest.mark.apps
@@ -80,7 +80,7 @@ def test_a_signal_at_the_end_of_the_program(kind: str, tmp_path: Path) -> None:
     done = interrupted(tmp_path, "exit", kind)
     if kind == "flag":
         assert steps_of(tmp_path) == (1,)
-    else:  # what is given up is said
+    else:  # the abandoned save is reported
         assert "step 1 was lost: interrupted" in done.stderr
         assert steps_of(tmp_path) == ()
 
@@ -89,7 +89,7 @@ def test_a_signal_at_the_end_of_the_program(kind: str, tmp_path: Path) -> None:
 
 
 class _Job:
-    """A job that stands still until it is told to go on."""
+    """Job that blocks until it is released."""
 
     def __init__(self) -> None:
         self.go, self.began = threading.Event(), threading.Event()
@@ -212,7 +212,7 @@ def test_a_thread_that_has_the_number_of_the_ended_writer_may_call(job: _Job) ->
     running = writer._running
     job.go.set()
     running.wait()
-    running.thread = threading.get_ident()  # the system gives them again
+    running.thread = threading.get_ident()  # the system reuses thread ids
     writer.take_turn("wait()", writer.wait)
 
 
@@ -237,7 +237,7 @@ def test_a_job_at_the_end_of_the_interpreter_is_done_at_once(
     assert writer.result == "done"
 
 
-# --- calls in the midst of others ----------------------------------------------------------------------
+# --- calls within other calls --------------------------------------------------------------------------
 
 
 def calls_of(checkpointer: Checkpointer) -> dict[str, Any]:
@@ -275,7 +275,7 @@ def test_a_handler_may_call_nothing_in_the_midst_of_a_call(
         result = list[BaseException]()
         try:
             calls_of(checkpointer)[outer]()
-        except AttributeError as error:  # the job's result is no report
+        except AttributeError as error:  # the job does not return a report
             result.append(error)
     assert len(refused) >= len(calls_of(checkpointer))
     assert all(outer in words for words in refused)
@@ -319,7 +319,7 @@ def test_on_save_may_not_wait_for_itself(tmp_path: Path) -> None:
 
 # --- a signal at every point where Python runs handlers ---------------------------------------------------
 
-CHECKED = ("CALL", "RESUME", "JUMP_BACKWARD")  # after these, Python looks for signals
+CHECKED = ("CALL", "RESUME", "JUMP_BACKWARD")  # Python checks for signals after these bytecodes
 TRACED = tuple(module.__file__ for module in (parallel, background, checkpointer, lock, run_folder))
 
 
@@ -333,15 +333,15 @@ def points_of(code: types.CodeType) -> frozenset[int]:
 
 @contextlib.contextmanager
 def signal_at(point: int, number: int, call: Callable[[], int]) -> Iterator[list[str]]:
-    """Raise a signal at one of the points of this thread's code in training and stores; yield where that was.
+    """Raise a signal at the n-th point of this thread's code in training and stores; yield its location.
 
-    A place in the code counts once for each of the program's calls, of which `call` gives the number.
+    Each bytecode counts once per call of the program; `call` returns the number of the current call.
     """
     reached, where = set[object](), list[str]()
 
     def trace(frame: types.FrameType, event: str, argument: object) -> Any:
         code = frame.f_code
-        if code.co_filename not in TRACED or code.co_name == "__del__":  # in which nothing is raised
+        if code.co_filename not in TRACED or code.co_name == "__del__":  # __del__ swallows exceptions
             return None
         frame.f_trace_opcodes = True
         if event == "opcode" and frame.f_lasti in points_of(code):
@@ -361,7 +361,7 @@ def signal_at(point: int, number: int, call: Callable[[], int]) -> Iterator[list
 
 
 class Run:
-    """Saves three steps and restores; each call that an interrupt ends is made again."""
+    """Program that saves three steps and restores, repeating each call that an interrupt ends."""
 
     def __init__(self, folder: Path, fails: bool) -> None:
         self.model, self.said, self.fails = torch.nn.Linear(2, 2), list[str](), fails
@@ -400,7 +400,7 @@ class Run:
                 call()
             except KeyboardInterrupt as error:
                 self.said.append(repr(error))
-            except OSError as error:  # a save that was lost; what was called has not happened
+            except OSError as error:  # a lost save; the call that reports it has had no effect
                 self.said.append(str(error))
             else:
                 return
@@ -418,7 +418,7 @@ class Run:
 def after(
     folder: Path, point: int, number: int, fails: bool, capfd: pytest.CaptureFixture[str]
 ) -> str | None:
-    """Run with a signal at a point; check what is there; give the point, None if there is no such."""
+    """Run with a signal at a point and check the steps; return its location or None beyond the last."""
     run = Run(folder, fails)
     old = signal.signal(number, run.handle)
     try:
@@ -431,16 +431,16 @@ def after(
         signal.signal(number, old)
     assert not run.ended or (where and number == signal.SIGTERM), run.ended
     run.again(run.checkpointer.close)
-    told = "\n".join([*run.said, *map(str, run.ended), capfd.readouterr().err])
+    output = "\n".join([*run.said, *map(str, run.ended), capfd.readouterr().err])
     model = torch.nn.Linear(2, 2)
     with Checkpointer(folder, model) as checkpointer:
         for step in checkpointer.steps():
             checkpointer.restore(step)
             assert (model.weight == (run.at_stop if step == 99 else step)).all(), (where, step)
-        there = {*checkpointer.steps()}
-    assert there >= {*run.saved}, (where, told)
-    wanted = {99} if "99 was saved" in told else set() if number == signal.SIGTERM else {1, 2, 3}
-    assert all(step in there or f"step {step} was not saved" in told for step in wanted), (where, told)
+        steps = {*checkpointer.steps()}
+    assert steps >= {*run.saved}, (where, output)
+    expected = {99} if "99 was saved" in output else set() if number == signal.SIGTERM else {1, 2, 3}
+    assert all(step in steps or f"step {step} was not saved" in output for step in expected), (where, output)
     return where[0] if where else None
 
 

@@ -1,4 +1,4 @@
-"""Whatever a live state holds comes back as it was, or is refused; a restore changes all or nothing."""
+"""All values of live states are restored exactly or refused; restores change everything or nothing."""
 
 import copy
 import random
@@ -45,7 +45,7 @@ STATES: dict[str, Any] = {
 
 
 MAY_BE_REFUSED = {"keys", "more keys"}
-# The types of values that are kept.
+# The types of values that checkpoints store.
 TYPES: dict[str, Any] = {
     "path": Path("logs") / "run",
     "namespace": Namespace(lr=0.1, layers=[1, 2]),
@@ -68,7 +68,7 @@ TYPES: dict[str, Any] = {
 @pytest.mark.parametrize("name", STATES)
 def test_a_snapshot_tells_tensors_apart(name: str) -> None:
     snapshot, state = Snapshot(), STATES[name]
-    for _ in range(2):  # the second time into the buffers of the first
+    for _ in range(2):  # the second save copies into the buffers of the first
         assert identical(snapshot.take(state), state)
 
 
@@ -119,7 +119,7 @@ def test_any_state_comes_back_as_it_was_or_is_refused(state: dict[Any, Any]) -> 
 
 
 def views(shape: tuple[int, int], dtype: torch.dtype) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Views with their memory, of which only the view may change."""
+    """Return views by layout, each with its memory, in which a restore may change only the view."""
     n, m = shape
     pairs = torch.zeros(n, m, 2, dtype=dtype)
     wide, deep = torch.zeros(2 * n, 3 * m, dtype=dtype), torch.zeros(m, 2, n, dtype=dtype)
@@ -176,7 +176,7 @@ def test_elements_that_share_memory_are_refused(tmp_path: Path) -> None:
         assert not view.any()
 
 
-# --- restores that cannot be ---------------------------------------------------------------------------
+# --- impossible restores -------------------------------------------------------------------------------
 
 
 def everything(run: Run) -> list[Any]:
@@ -194,7 +194,7 @@ def everything(run: Run) -> list[Any]:
 
 
 class Refuses:
-    """Takes no state that it has given."""
+    """Object whose `load_state_dict` refuses its own state."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"x": 1}

@@ -1,4 +1,4 @@
-"""Loggers get the numbers of each save, by the calls that their libraries document."""
+"""Loggers get the figures of each save by the documented calls of their libraries."""
 
 import inspect
 from pathlib import Path
@@ -13,28 +13,28 @@ from ckptz import Checkpointer  # noqa: E402  # torch is optional
 from ckptz.integrations.loggers import figures, to_mlflow, to_tensorboard, to_wandb  # noqa: E402
 from ckptz.training.checkpointer import SaveReport  # noqa: E402
 
-# What the libraries document, for where they are not installed.
+# The documented interfaces, for environments without the libraries.
 
 
 class SummaryWriter:
-    """`torch.utils.tensorboard.SummaryWriter`."""
+    """Interface of `torch.utils.tensorboard.SummaryWriter`."""
 
     def add_scalar(self, tag: Any, scalar_value: Any, global_step: Any = None, walltime: Any = None) -> None:
         """Add a number."""
 
 
 class Run:
-    """`wandb.Run`."""
+    """Interface of `wandb.Run`."""
 
     def define_metric(self, name: str, step_metric: str | None = None) -> None:
-        """Name an axis."""
+        """Define the step axis of a metric."""
 
     def log(self, data: dict[str, Any], step: int | None = None, commit: bool | None = None) -> None:
-        """Add numbers; an earlier step than the last is dropped."""
+        """Add numbers; wandb drops steps before the last one."""
 
 
 class MlflowClient:
-    """`mlflow.MlflowClient`."""
+    """Interface of `mlflow.MlflowClient`."""
 
     def log_metric(
         self, run_id: str, key: str, value: float, timestamp: Any = None, step: int | None = None
@@ -68,8 +68,8 @@ def test_figures_are_those_of_the_report(tmp_path: Path) -> None:
 def test_tensorboard_gets_each_figure_at_its_step(tmp_path: Path) -> None:
     writer = create_autospec(SummaryWriter, instance=True)
     reports = saved(tmp_path, to_tensorboard(writer))
-    wanted = [call(name, value, r.step) for r in reports for name, value in figures(r).items()]
-    assert writer.add_scalar.call_args_list == wanted
+    expected = [call(name, value, r.step) for r in reports for name, value in figures(r).items()]
+    assert writer.add_scalar.call_args_list == expected
 
 
 def test_wandb_gets_the_step_as_an_axis_since_it_drops_earlier_ones(tmp_path: Path) -> None:
@@ -82,8 +82,8 @@ def test_wandb_gets_the_step_as_an_axis_since_it_drops_earlier_ones(tmp_path: Pa
 def test_mlflow_gets_each_figure_for_the_run_that_was_named(tmp_path: Path) -> None:
     client = create_autospec(MlflowClient, instance=True)
     reports = saved(tmp_path, to_mlflow(client, "a1"))
-    wanted = [call("a1", name, value, step=r.step) for r in reports for name, value in figures(r).items()]
-    assert client.log_metric.call_args_list == wanted
+    expected = [call("a1", name, value, step=r.step) for r in reports for name, value in figures(r).items()]
+    assert client.log_metric.call_args_list == expected
 
 
 @pytest.mark.parametrize(
@@ -99,5 +99,5 @@ def test_the_stand_ins_take_what_the_libraries_take(module: str, path: str, stan
     real = pytest.importorskip(module, exc_type=ImportError)
     for name in path.split("."):
         real = getattr(real, name)
-    wanted = inspect.signature(real).parameters
-    assert set(inspect.signature(stand_in).parameters) <= set(wanted)
+    parameters = inspect.signature(real).parameters
+    assert set(inspect.signature(stand_in).parameters) <= set(parameters)

@@ -21,7 +21,7 @@ PLAIN_NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]
 
 
 class UserNames(nn.Module):
-    """A model whose own submodules are called as wrappers call theirs."""
+    """Model with submodules that have names of wrappers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ def test_gradients_and_inputs_have_names_without_wrappers(wrapped: Any) -> None:
 
 
 class Renamed(nn.Module):
-    """A model whose state dict calls `linear` `dense`."""
+    """Model that renames `linear` to `dense` in its state dict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -245,7 +245,7 @@ def test_the_newest_whole_step_is_restored_if_the_newest_is_damaged(tmp_path: Pa
     run = Run(seed=4)
     with run.checkpointer(tmp_path, full_every=1, background=False) as checkpointer:
         checkpointer.restore(2)
-        wanted = state_of(run)
+        expected = state_of(run)
         run.step()
         checkpointer.save(3)
     flip(tmp_path / file)
@@ -256,7 +256,7 @@ def test_the_newest_whole_step_is_restored_if_the_newest_is_damaged(tmp_path: Pa
         with pytest.warns(RuntimeWarning, match=r"step 3 cannot be read .* step 2 was restored.*") as caught:
             assert checkpointer.restore_latest() == 2
         assert caught[0].filename == __file__
-        assert same(state_of(run), wanted)
+        assert same(state_of(run), expected)
         assert checkpointer.restored.step == 2
         assert "renamed when it is saved again" in checkpointer.restored.notes[-1]
         checkpointer.discard_after(2)
@@ -301,5 +301,6 @@ def test_names_that_match_several_entries_are_reported_and_not_guessed(tmp_path:
 
 def test_equal_names_go_before_those_of_wrappers() -> None:
     model, names = UserNames(), ["module.weight", "module.module.weight", "_orig_mod.module.bias"]
-    found = names_in_model(model, model.state_dict(), names)
-    assert found == dict(zip(names, ["module.weight", "module.module.weight", "module.bias"], strict=True))
+    model_names = names_in_model(model, model.state_dict(), names)
+    expected = ["module.weight", "module.module.weight", "module.bias"]
+    assert model_names == dict(zip(names, expected, strict=True))

@@ -1,4 +1,4 @@
-"""Weights are moved by what lost momentum would still have moved, as far as training follows it."""
+"""Momentum correction: weights are moved by the updates that lost momentum would still have caused."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ UNKNOWN, UNKNOWN_DECAY = "moved by the usual share", "would move it is not known
 
 
 class Run:
-    """A linear layer whose gradients are noise of one magnitude, so that second moments stay."""
+    """Linear layer with gradients of random signs and equal magnitude: second moments are constant."""
 
     def __init__(self, make: Make, size: int = 64) -> None:
         torch.manual_seed(0)
@@ -67,27 +67,27 @@ class Run:
         state = optimizer_state(self.model, [self.optimizer])
         tensors = {
             f"optimizer.{name}.{key}": source(value)
-            for name, own in state["optimizer"].items()
-            for key, value in own.items()
+            for name, values in state["optimizer"].items()
+            for key, value in values.items()
             if value.ndim
         }
         return trained_weights(state, weights, tensors)
 
     def moments(self, name: str = "weight") -> tuple[Tensor, Tensor | None]:
-        own = self.optimizer.state[getattr(self.model, name)]
-        second = next((own[key] for key in ("max_exp_avg_sq", "exp_avg_sq") if key in own), None)
-        return next(own[key] for key in MOMENTS if key in own), second
+        state = self.optimizer.state[getattr(self.model, name)]
+        second = next((state[key] for key in ("max_exp_avg_sq", "exp_avg_sq") if key in state), None)
+        return next(state[key] for key in MOMENTS if key in state), second
 
     def copy(self) -> Run:
-        """The same run from here, without first moments."""
+        """Return a copy of the run with zero first moments."""
         other = Run(lambda p: type(self.optimizer)(p, lr=1.0), self.model.in_features)
         other.model.load_state_dict(self.model.state_dict())
         other.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
         other._generator.set_state(self._generator.get_state())
-        for own in other.optimizer.state.values():
+        for state in other.optimizer.state.values():
             for key in MOMENTS:
-                if key in own:
-                    own[key] = torch.zeros_like(own[key])
+                if key in state:
+                    state[key] = torch.zeros_like(state[key])
         return other
 
 
@@ -100,22 +100,23 @@ def source(tensor: Tensor) -> ArraySource:
 
 
 def lost_of(run: Run, decay: MomentumDecay) -> LostMomentum:
-    """All of the first moment of the weight."""
+    """Return the loss of the weight's entire first moment."""
     first, second = run.moments()
     zeros = source(torch.zeros_like(first))
     return LostMomentum(decay, source(first), zeros, None if second is None else source(second))
 
 
 def decays(run: Run, before: Mapping[str, tuple[float, float]] | None = None) -> dict[str, MomentumDecay]:
-    found = {}
-    for name, one in run.trained().items():
-        decay = decay_of(one.settings, one.state, is_adamw=one.is_adamw, before=(before or {}).get(name))
+    result = {}
+    for name, state in run.trained().items():
+        previous = (before or {}).get(name)
+        decay = decay_of(state.settings, state.state, is_adamw=state.is_adamw, before=previous)
         if decay is not None:
-            found[name] = decay
-    return found
+            result[name] = decay
+    return result
 
 
-# --- the moves to come ----------------------------------------------------------------------------
+# --- future updates -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -137,7 +138,7 @@ def test_moves_are_those_that_the_optimizer_would_make(name: str, n_before: int)
 @pytest.mark.parametrize("slope", [-1e-5, 1e-5])
 def test_rates_go_on_in_their_line_but_not_below_zero(name: str, slope: float) -> None:
     run = Run(OPTIMIZERS[name])
-    run.train(80, slope)  # down to 2e-4, so that the line ends in the midst of the moves to come
+    run.train(80, slope)  # down to 2e-4, so that the rate reaches zero during the future updates
     rate = 1e-3 + 80 * slope
     before = {"weight": (1e-3, 80.0)}
     first, second = run.moments()
@@ -153,9 +154,9 @@ def test_rates_go_on_in_their_line_but_not_below_zero(name: str, slope: float) -
 def test_settings_that_are_not_known_have_no_course() -> None:
     adam = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False, "weight_decay": 0.1}
     state = {"step": 7.0, "exp_avg": 0, "exp_avg_sq": 0}
-    found = decay_of(adam, state)
-    assert found.weight_decay == 0
-    assert decay_of(adam, state, is_adamw=True) == replace(found, weight_decay=0.1)
+    decay = decay_of(adam, state)
+    assert decay.weight_decay == 0
+    assert decay_of(adam, state, is_adamw=True) == replace(decay, weight_decay=0.1)
     odd: list[dict[str, Any]] = [{"lr": None}, {"betas": 0.9}, {"betas": (0.9, 1.0)}, {"betas": (0.9,)}]
     for more in (*odd, {"lr": math.nan}, {"eps": "small"}, {"weight_decay": None}):
         assert decay_of({**adam, **more}, state) is None
@@ -172,7 +173,7 @@ def test_settings_that_are_not_known_have_no_course() -> None:
     assert decay_of({**sgd, "lr": None}, {"momentum_buffer": 0}) is None
 
 
-# --- the share of them ----------------------------------------------------------------------------
+# --- the share that is applied --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["AdamW", "NAdam", "SGD", "Nesterov"])
@@ -243,14 +244,14 @@ def test_small_tensors_have_a_share_together_which_is_cut_off_then() -> None:
     assert shares["weight"] == pytest.approx(0.9, abs=0.05)
     assert {round(shares[name], 6) for name in small} == {round(shares["bias 0"], 6)}
     assert shares["bias 0"] == pytest.approx(0.5, abs=0.1)
-    # A pool that is too small itself has that of all.
+    # A pool with too few samples uses the share of all weights.
     few = shares_of({"weight": of(65536, 0.9), "bias": of(20, 0.1)})
     assert few["bias"] == pytest.approx(few["weight"], abs=0.02)
     assert shares_of({}) == {}
 
 
 def tracker_of(run: Run, n: int = 15) -> UpdateTracker:
-    """A run that has been saved and has trained on."""
+    """Return the tracker of a run that was saved and then trained."""
     run.train(50)
     tracker = UpdateTracker()
     tracker.snapshot(run.trained(), 50, is_restored=False)
@@ -273,13 +274,13 @@ def test_without_movement_the_share_is_the_last_one() -> None:
     lost = {"weight": lost_of(run, decays(run)["weight"])}
     measured = tracker.shares(run.trained(), step, lost)
     assert measured["weight"] > 0.85
-    for n_more in (0, 3):  # no update at all, and some with a rate of 0
+    for n_more in (0, 3):  # no update, and some updates with a rate of 0
         tracker.snapshot(run.trained(), step, is_restored=False)
         for group in run.optimizer.param_groups:
             group["lr"] = 0.0
         run.train(n_more)
         assert tracker.shares(run.trained(), step + n_more, lost) == measured
-    tracker.snapshot(run.trained(), step, is_restored=True)  # right after a restore nothing more is lost
+    tracker.snapshot(run.trained(), step, is_restored=True)  # no further momentum is lost
     assert tracker.shares(run.trained(), step, lost) == {"weight": 0.0}
 
 
@@ -295,9 +296,9 @@ def test_optimizers_that_count_no_updates_are_measured_by_the_steps_of_saves() -
 
 
 def saved(folder: Path, run: Run, steps: tuple[int, ...] = (50, 65), **options: Any) -> Checkpointer:
-    """Save at steps, after as much training each time; the Checkpointer is closed."""
-    given = {"config": Grid(), "keep": LOSSY, "background": False, "jobs": 1, **options}
-    saver, done = Checkpointer(folder, run.model, run.optimizer, **given), 0
+    """Train and save at the given steps; return the closed Checkpointer."""
+    settings = {"config": Grid(), "keep": LOSSY, "background": False, "jobs": 1, **options}
+    saver, done = Checkpointer(folder, run.model, run.optimizer, **settings), 0
     with saver:
         for step in steps:
             run.train(step - done)
@@ -419,7 +420,7 @@ def test_tied_weights_move_once(tmp_path: Path) -> None:
 
 
 class Unknown(torch.optim.AdamW):
-    """Settings that nobody knows."""
+    """Optimizer with unknown settings."""
 
     def __init__(self, params: Any, lr: float = 1e-3) -> None:
         super().__init__(params, lr, weight_decay=0)
@@ -508,7 +509,7 @@ def test_a_loop_that_asks_at_every_step_is_known_from_its_first_step(tmp_path: P
 
 
 def test_what_does_not_tell_is_not_taken_for_a_share() -> None:
-    """Weights that were loaded after the first sample have moved far, and not by training."""
+    """Weights that were loaded after the first sample have changed a lot, but not by training."""
     run = Run(OPTIMIZERS["AdamW"], size=128)
     run.train(20)
     tracker = UpdateTracker()
@@ -543,7 +544,7 @@ def test_numbers_of_optimizers_are_one_tensor_of_a_lossy_file_and_come_back_apar
     run.train(5)
     with saver:
         saver.restore(65)
-    counts = [own["step"] for own in run.optimizer.state.values()]
+    counts = [values["step"] for values in run.optimizer.state.values()]
     assert [count.item() for count in counts] == [65.0, 65.0]
     assert all(count.untyped_storage().nbytes() == 4 for count in counts)
     run.train(1)
@@ -551,7 +552,7 @@ def test_numbers_of_optimizers_are_one_tensor_of_a_lossy_file_and_come_back_apar
 
 
 def test_momentum_without_second_moments_is_worth_more_bits() -> None:
-    found = dict[str, float]()
+    ratios = dict[str, float]()
     for name in ("RMSprop", "SGD", "AdamW"):
         run = Run(OPTIMIZERS[name], size=128)
         run.train(20)
@@ -560,14 +561,14 @@ def test_momentum_without_second_moments_is_worth_more_bits() -> None:
         guides = tracker.guides(run.trained(), 20)
         guide = guides[run.trained()["weight"].names[decays(run)["weight"].moment]]
         decay = decays(run)["weight"]
-        own = lost_of(run, decay).sample()
-        usual = decay.total / decay.root / (UNKNOWN_SHARE * np.sqrt(np.square(own).mean()))
-        found[name] = guide.update_scale / usual
-    assert found == pytest.approx({"RMSprop": UNSCALED_WORTH, "SGD": UNSCALED_WORTH, "AdamW": 1.0}, rel=1e-3)
+        sample = lost_of(run, decay).sample()
+        usual = decay.total / decay.root / (UNKNOWN_SHARE * np.sqrt(np.square(sample).mean()))
+        ratios[name] = guide.update_scale / usual
+    assert ratios == pytest.approx({"RMSprop": UNSCALED_WORTH, "SGD": UNSCALED_WORTH, "AdamW": 1.0}, rel=1e-3)
 
 
 class SignOfMomentum(torch.optim.Optimizer):
-    """Momentum without second moments, as in Lion."""
+    """Optimizer with momentum and without second moments, as Lion."""
 
     def __init__(self, params: Any, lr: float = 1e-3) -> None:
         super().__init__(params, {"lr": lr})
@@ -591,7 +592,7 @@ class SignOfMomentum(torch.optim.Optimizer):
 def test_weights_without_second_moments_have_half_of_the_step(
     tmp_path: Path, make: Make, step: float
 ) -> None:
-    """Adafactor has second moments of vectors alone."""
+    """Adafactor has second moments only for vectors."""
     saved(tmp_path, Run(make), steps=(50,))
     entries = inspect(tmp_path / "step-00000050.ckptz").tensors
     steps = {one.lossy.settings["step"] for one in entries if one.lossy and one.lossy.method == "grid"}

@@ -1,4 +1,4 @@
-"""Modules that load their state in their own way, links with a state, and other random generators."""
+"""Modules with custom loading of state, parametrizations with state, and other random generators."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.checkpointer_support import restored, saved
 
 
 class Transposed(nn.Module):
-    """Version 2 of a module whose version 1 saved the transposed weight."""
+    """Module of version 2, whose version 1 saved the transposed weight."""
 
     _version = 2
 
@@ -27,22 +27,22 @@ class Transposed(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(3, 3))
 
-    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *others: Any) -> None:
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *args: Any) -> None:
         if metadata.get("version", 1) < 2:
             state[f"{prefix}weight"] = state[f"{prefix}weight"].t()
-        super()._load_from_state_dict(state, prefix, metadata, *others)
+        super()._load_from_state_dict(state, prefix, metadata, *args)
 
 
 class Growing(nn.Module):
-    """Keeps a row of each call, and takes any number of rows when it is loaded."""
+    """Module that stores a row per call and loads any number of rows."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("rows", torch.zeros(0, 3))
 
-    def _load_from_state_dict(self, state: Any, prefix: str, *others: Any) -> None:
+    def _load_from_state_dict(self, state: Any, prefix: str, *args: Any) -> None:
         self.rows = torch.zeros_like(state[f"{prefix}rows"])
-        super()._load_from_state_dict(state, prefix, *others)
+        super()._load_from_state_dict(state, prefix, *args)
 
 
 @pytest.mark.parametrize("wrap", [nn.Identity, torch.compile])
@@ -130,9 +130,9 @@ def test_other_generators_of_numpy_are_restored(tmp_path: Path, numpy_generator:
     np.random.set_bit_generator(np.random.PCG64(3))
     np.random.randint(9, dtype=np.uint32)
     saved(tmp_path, nn.Linear(1, 1))
-    wanted = np.random.randn(3)
+    expected = np.random.randn(3)
     assert restored(tmp_path, nn.Linear(1, 1)).is_exact
-    assert np.random.randn(3).tolist() == wanted.tolist()
+    assert np.random.randn(3).tolist() == expected.tolist()
     np.random.set_bit_generator(numpy_generator)
     with pytest.raises(ConfigError, match=r"np\.random was a PCG64"):
         restored(tmp_path, nn.Linear(1, 1))

@@ -1,4 +1,4 @@
-"""A run whose tensors are on a GPU: what is saved and restored is what a run in host memory has."""
+"""Runs on a GPU save and restore the values of equal runs in host memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [
 
 
 class Training:
-    """A small model with AdamW, and batches that depend on the step alone."""
+    """Small model with AdamW, and batches that depend only on the step."""
 
     def __init__(self, device: str) -> None:
         torch.manual_seed(0)
@@ -29,7 +29,7 @@ class Training:
         self.step = 0
 
     def train(self, n_steps: int) -> float:
-        """Train on, and give the last loss."""
+        """Train for some steps and return the last loss."""
         for _ in range(n_steps):
             generator = torch.Generator().manual_seed(self.step)
             inputs = torch.randn(64, 128, generator=generator).to(self.model[0].weight.device)
@@ -41,7 +41,7 @@ class Training:
         return loss.item()
 
     def saver(self, folder: Path, config: Method) -> Checkpointer:
-        """Make a Checkpointer of the run, without exact copies."""
+        """Return a Checkpointer of the run without residual files."""
         return Checkpointer(folder, self.model, self.optimizer, config=config, keep=KeepPolicy(exact=0))
 
 
@@ -59,13 +59,13 @@ def test_a_lossless_run_goes_on_to_the_bit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("config", [Grid(), KMeans()])
 def test_lossy_weights_are_those_of_a_run_in_host_memory(tmp_path: Path, config: Method) -> None:
-    there, here = Training("cuda"), Training("cpu")
-    there.train(5)
-    here.model.load_state_dict(there.model.state_dict())
-    here.optimizer.load_state_dict(there.optimizer.state_dict())
-    for name, run in (("there", there), ("here", here)):
+    on_gpu, on_cpu = Training("cuda"), Training("cpu")
+    on_gpu.train(5)
+    on_cpu.model.load_state_dict(on_gpu.model.state_dict())
+    on_cpu.optimizer.load_state_dict(on_gpu.optimizer.state_dict())
+    for name, run in (("gpu", on_gpu), ("cpu", on_cpu)):
         with run.saver(tmp_path / name, config) as saver:
             saver.save(5)
-    found, expected = (load_file(tmp_path / name / "step-00000005.ckptz") for name in ("there", "here"))
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    stored, expected = (load_file(tmp_path / name / "step-00000005.ckptz") for name in ("gpu", "cpu"))
+    assert stored.keys() == expected.keys()
+    assert all(torch.equal(stored[name], tensor) for name, tensor in expected.items())

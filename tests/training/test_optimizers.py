@@ -1,4 +1,4 @@
-"""A run that resumes goes on as if it had not been interrupted, whatever its optimizer keeps."""
+"""Resumed runs continue as if uninterrupted, with any optimizer state."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def outcome(
 
 
 def save_and_restore(folder: Path, run: tuple[nn.Module, Any], other: tuple[nn.Module, Any]) -> None:
-    """Save one model with its optimizers and restore another of the same kind, which must be exact."""
+    """Save a model with optimizers, restore another one, and require that the restore was exact."""
     saved(folder, *run)
     assert restored(folder, *other).is_exact
 
@@ -102,7 +102,7 @@ def test_every_optimizer_in_every_arrangement_resumes(
 
 
 class WideState(torch.optim.Optimizer):
-    """Keeps an fp32 momentum of 16-bit parameters, a counter of its own, and values of many types."""
+    """Optimizer with fp32 momentum of 16-bit parameters, its own counter, and values of many types."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.5, "betas": (0.9, 0.99)})
@@ -120,11 +120,11 @@ class WideState(torch.optim.Optimizer):
                 state["basis"].add_(state["momentum"] @ state["momentum"].t(), alpha=1e-3)
                 state["scale"] = np.float32(self.n_steps / 7)
                 state["seen"] = {1, "first", self.n_steps}
-                state["pair"] = {3, 11}  # iterates in the other order when it is made of what it iterates
+                state["pair"] = {3, 11}  # a copy of this set iterates in another order
                 state["phase"] = complex(self.n_steps, -0.0)
                 state["place"] = torch.device("cpu")
                 state["history"] = [torch.tensor(self.n_steps), (state["momentum"].sum(), None)]
-                # What torch's load_state_dict breaks by itself.
+                # State that torch's own load_state_dict changes.
                 state["mode"] = {"odd": "even", "even": "odd"}[state.get("mode", "even")]
                 state["table"] = state.get("table", np.zeros(3)) + self.n_steps
                 state.setdefault("counts", Counter())[f"step {self.n_steps}"] += 1
@@ -152,12 +152,12 @@ def test_a_matrix_in_column_order_comes_back_in_column_order(tmp_path: Path) -> 
     def strides() -> list[tuple[int, ...]]:
         return [run.optimizer.state[p]["basis"].stride() for p in run.model.parameters()]
 
-    wanted = strides()
-    assert wanted[0] == (1, 3)
+    expected = strides()
+    assert expected[0] == (1, 3)
     with Checkpointer(tmp_path, run.model, run.optimizer, background=False) as checkpointer:
         checkpointer.save(1)
         checkpointer.restore(1)
-    assert strides() == wanted
+    assert strides() == expected
 
 
 def test_channels_last_moments_keep_their_layout(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_several_optimizers_keep_their_own_keys_and_empty_groups(tmp_path: Path)
 
 
 def test_options_that_are_numbers_of_numpy_keep_their_type(tmp_path: Path) -> None:
-    """An optimizer rounds what it computes from float32 to float32."""
+    """An optimizer that computes with float32 options rounds to float32."""
 
     def new() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = nn.Linear(2, 2)
@@ -213,7 +213,7 @@ def test_options_that_are_numbers_of_numpy_keep_their_type(tmp_path: Path) -> No
 
 
 class Casting(torch.optim.SGD):
-    """Rounds its state when it is loaded, which nobody can undo."""
+    """Optimizer that rounds its state when it is loaded, so that a restore cannot be exact."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
@@ -231,7 +231,7 @@ def test_an_entry_that_differs_after_a_restore_is_named_and_the_step_is_not_exac
 
 
 class Unkept:
-    """A value of a class of its own."""
+    """Value of a class that checkpoints cannot store."""
 
 
 def test_state_that_no_file_can_keep_is_refused_at_the_save(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Runs that begin from weights elsewhere: their first files hold what has changed since, and nothing more."""
+"""Runs that start from pretrained weights: their first files are deltas of these weights."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,7 @@ LINK = r"base-[0-9a-f]{8}-model\.safetensors"
 
 
 def tuned(width: int = WIDTH) -> Run:
-    """A run at a rate so low that its deltas are small."""
+    """Return a run with a low learning rate, so that its deltas are small."""
     run = Run(width=width)
     for group in run.optimizer.param_groups:
         group["lr"] = 1e-6
@@ -33,7 +33,7 @@ def tuned(width: int = WIDTH) -> Run:
 
 @pytest.fixture
 def pretrained(tmp_path: Path) -> Path:
-    """The weights that `tuned` begins from, as a plain file of the model's own names."""
+    """Write the initial weights of `tuned` to a plain file with the model's names, and return its path."""
     path = tmp_path / "hub" / "model.safetensors"
     path.parent.mkdir()
     save_plain(tuned().model.state_dict(), path, {"format": "pt"})
@@ -57,7 +57,7 @@ def saved(folder: Path, base: Path | None, n_steps: int = 2, **options: Any) -> 
 
 
 def loss_after(folder: Path) -> float:
-    """The loss of a run that goes on from a folder, which it finds complete."""
+    """Restore step 2 of a folder as its newest step and return the loss of the next step."""
     run = tuned()
     with run.checkpointer(folder) as checkpointer:
         assert checkpointer.restore_latest() == 2
@@ -65,7 +65,7 @@ def loss_after(folder: Path) -> float:
 
 
 def restored(folder: Path | str, **options: Any) -> Run:
-    """Another run, with the second step of this one."""
+    """Return another run after a restore of step 2."""
     run = tuned()
     with run.checkpointer(folder, **options) as checkpointer:
         checkpointer.restore(2)
@@ -76,11 +76,11 @@ def links_in(folder: Path) -> list[str]:
     return sorted(name for name in names_in(folder) if name.startswith("base-"))
 
 
-@pytest.mark.parametrize("given", ["a file", "its folder", "a step of another run"])
+@pytest.mark.parametrize("source", ["a file", "its folder", "a step of another run"])
 def test_the_first_file_holds_what_has_changed(
-    tmp_path: Path, folder: Path, pretrained: Path, given: str
+    tmp_path: Path, folder: Path, pretrained: Path, source: str
 ) -> None:
-    base = {"a file": pretrained, "its folder": pretrained.parent}.get(given)
+    base = {"a file": pretrained, "its folder": pretrained.parent}.get(source)
     if base is None:
         with tuned().checkpointer(tmp_path / "other", background=False) as checkpointer:
             checkpointer.save(1)
@@ -93,7 +93,7 @@ def test_the_first_file_holds_what_has_changed(
     assert first.stored_bytes < 0.75 * inspect(tmp_path / "alone" / STEP_1).stored_bytes
     assert len(links_in(folder)) == 1
     assert loss_after(folder) == loss_after(tmp_path / "alone"), "and it is found without being told again"
-    prefix = "model." if given == "a step of another run" else ""
+    prefix = "model." if source == "a step of another run" else ""
     stored = {tensor.name for tensor in inspect(folder / STEP_2).tensors}
     assert stored == {f"{prefix}{name}" for name in run.model.state_dict()}
     assert set(load_file(folder / STEP_2)) == set(run.model.state_dict())
@@ -118,9 +118,9 @@ def test_a_file_against_it_has_the_step_of_a_full_file(
     folder: Path, pretrained: Path, full_step: float | None
 ) -> None:
     run, config = tuned(), replace(GRID, full_step=full_step)
-    run.scheduler = torch.optim.lr_scheduler.LambdaLR(run.optimizer, lambda step: 1.0)  # the end is not near
+    run.scheduler = torch.optim.lr_scheduler.LambdaLR(run.optimizer, lambda step: 1.0)  # far from the end
     with torch.no_grad():
-        for parameter in run.model.parameters():  # so far that no step is halved
+        for parameter in run.model.parameters():  # so far that no step size is halved
             parameter += 0.5 * torch.randn_like(parameter)
     options: dict[str, Any] = {"config": config, "keep": LOSSY, "background": False}
     with run.checkpointer(folder, base=pretrained, **options) as checkpointer:

@@ -1,4 +1,4 @@
-"""Rates to come: schedulers are simulated without a trace, and files near the end have finer steps."""
+"""Future learning rates: schedulers are simulated without side effects; files near the end are finer."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ SCHEDULERS: dict[str, Callable[[Any], LRScheduler]] = {
 
 def made(scheduler: str, n_steps: int) -> tuple[torch.optim.AdamW, LRScheduler]:
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))], lr=1.0)
-    found = SCHEDULERS[scheduler](optimizer)
+    schedule = SCHEDULERS[scheduler](optimizer)
     for _ in range(n_steps):
         optimizer.step()
-        found.step()
-    return optimizer, found
+        schedule.step()
+    return optimizer, schedule
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
@@ -53,7 +53,7 @@ def test_the_rates_to_come_are_those_that_come(name: str, n_steps: int) -> None:
         optimizer.step()
         scheduler.step()
         rates.append(optimizer.param_groups[0]["lr"])
-        if rates[-1] > last and n_steps > 12:  # one cycle rises first
+        if rates[-1] > last and n_steps > 12:  # OneCycleLR increases the rate first
             break
         last = rates[-1]
     assert to_come == pytest.approx(sum(rates), rel=1e-3)
@@ -111,7 +111,7 @@ def test_a_tenth_of_the_largest_rate_counts_as_the_end_where_rates_are_set_by_ha
 
 
 def test_a_short_fall_behind_constant_rates_that_are_set_by_hand_has_finer_steps_than_a_long_one() -> None:
-    """Ten updates are left of both."""
+    """Both schedules end in ten updates."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=1.0)
     shares = {}
     for n_constant in (0, 960):
@@ -124,7 +124,7 @@ def test_a_short_fall_behind_constant_rates_that_are_set_by_hand_has_finer_steps
 
 
 def test_the_last_drop_of_a_schedule_by_steps_counts_as_its_end() -> None:
-    """Between drops the next one shows that training goes on."""
+    """Before the last drop, the next drop shows that training continues."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=1.0)
     scheduler = torch_schedulers.MultiStepLR(optimizer, [60, 120], 0.1)
     schedule, shares = Schedule(), dict[int, float]()
@@ -147,7 +147,7 @@ def test_rates_that_rise_give_half_a_step_and_a_note() -> None:
 
 
 def test_weights_of_the_last_file_are_not_moved_by_lost_momentum(tmp_path: Path) -> None:
-    """No training follows, and people keep that file."""
+    """No training follows the last file, and users keep it."""
     torch.manual_seed(0)
     model = torch.nn.Linear(128, 128)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -183,7 +183,7 @@ def test_restarts_within_a_warm_up_are_noted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_known", [True, False])
 def test_files_near_the_end_have_finer_steps(tmp_path: Path, is_known: bool) -> None:
-    """Also where rates are set by hand, and in a new process at each step."""
+    """Covers rates that are set by hand, and a new process at each step."""
     torch.manual_seed(0)
     model = torch.nn.Linear(128, 128)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

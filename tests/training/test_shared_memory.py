@@ -1,4 +1,4 @@
-"""Memory that parts of a run share: it is shared again after a restore, or the difference is named."""
+"""Memory that parts of a run share is shared again after a restore, or the difference is reported."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.checkpointer_support import restored, saved
 
 
 class CountsOnce(torch.optim.Optimizer):
-    """Counts steps in one tensor, which is in the state of every parameter and in the group."""
+    """Optimizer that counts steps in one tensor, shared by the state of all parameters and the group."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.01})
@@ -28,14 +28,14 @@ class CountsOnce(torch.optim.Optimizer):
         for group in self.param_groups:
             group.setdefault("count", torch.zeros(()))
             for parameter in group["params"]:
-                own = self.state[parameter]
-                own.setdefault("count", group["count"])
-                own["count"] += 1
-                parameter.sub_(parameter.grad * group["lr"] * own["count"].sin())
+                state = self.state[parameter]
+                state.setdefault("count", group["count"])
+                state["count"] += 1
+                parameter.sub_(parameter.grad * group["lr"] * state["count"].sin())
 
 
 def one_rate(model: nn.Module) -> torch.optim.Optimizer:
-    """Make an optimizer whose groups have one tensor as their learning rate."""
+    """Return an optimizer whose groups share one tensor as their learning rate."""
     rate = torch.tensor(0.01)
     optimizer = torch.optim.SGD([{"params": [one], "lr": rate} for one in model.parameters()], lr=rate)
     optimizer.register_step_post_hook(lambda one, *_: one.param_groups[0]["lr"].mul_(0.9))
@@ -43,7 +43,7 @@ def one_rate(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def outside(model: nn.Module) -> torch.optim.Optimizer:
-    """Make an optimizer whose learning rate the program changes by a tensor of its own."""
+    """Return an optimizer whose learning rate is a tensor that the program also references."""
     rate = torch.tensor(0.01)
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     optimizer.register_step_post_hook(lambda *_: rate.mul_(0.9))
@@ -91,9 +91,9 @@ def tied_by_data() -> nn.Module:
 def test_weights_that_are_no_longer_tied_are_named(tmp_path: Path) -> None:
     saved(tmp_path, tied_by_data())
     assert restored(tmp_path, tied_by_data()).is_exact
-    found = restored(tmp_path, Twice())
-    assert not found.is_exact
-    assert found.notes == (
+    result = restored(tmp_path, Twice())
+    assert not result.is_exact
+    assert result.notes == (
         "model.b.weight: shared memory with model.a.weight when it was saved, and not now",
     )
 
@@ -102,13 +102,13 @@ def test_weights_that_are_newly_tied_are_named(tmp_path: Path) -> None:
     model = Twice()
     model.b.load_state_dict(model.a.state_dict())
     saved(tmp_path, model)
-    found = restored(tmp_path, tied_by_data())
-    assert not found.is_exact
-    assert "shares memory with model.a.weight now" in found.notes[0]
+    result = restored(tmp_path, tied_by_data())
+    assert not result.is_exact
+    assert "shares memory with model.a.weight now" in result.notes[0]
 
 
 class Settings(dict[str, Any]):
-    """A dict of a class of the program."""
+    """Subclass of dict."""
 
 
 def test_what_a_program_holds_of_an_extra_is_restored_in_place(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_extras_share_memory_as_when_they_were_saved(tmp_path: Path) -> None:
 
 
 class FlatBuffer(torch.optim.SGD):
-    """Keeps momentum as views of one buffer, which is in the group."""
+    """Optimizer whose momentum consists of views of one buffer in the group."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model.parameters(), 0.01)
@@ -176,7 +176,7 @@ class FlatBuffer(torch.optim.SGD):
 def test_parts_of_one_buffer_are_refused(step: int, tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
     optimizer = FlatBuffer(model)
-    if step > 1:  # with gaps, so that only part of the buffer is shared
+    if step > 1:  # with gaps, so that views cover only part of the buffer
         for parameter in model.parameters():
             buffer = optimizer.param_groups[0]["flat"]
             optimizer.state[parameter]["momentum_buffer"] = buffer[1::step][: len(parameter)]
@@ -198,7 +198,7 @@ def test_columns_of_one_buffer_are_apart(tmp_path: Path) -> None:
 
 
 def train_columns(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Make both moments columns of one matrix, which have no element in common."""
+    """Set both moments to columns of one matrix, which share memory but no element."""
     columns = torch.rand(3, 2)
     (parameter,) = model.parameters()
     state = {"step": torch.ones(()), "exp_avg": columns[:, :1], "exp_avg_sq": columns[:, 1:]}

@@ -1,4 +1,4 @@
-"""Ctrl-C at random times: nothing hangs, no value is wrong, no temporary file stays, nothing is swallowed."""
+"""Ctrl-C at random times: no hang, no wrong value, no temporary file, no swallowed interrupt."""
 
 import gc
 import json
@@ -26,21 +26,21 @@ SHARES = {"load": 0.24, "save": 0.16, "restore": 0.16, "follow": 0.16, "follow-s
 def test_an_interrupt_at_any_time_neither_hangs_nor_leaves_a_wrong_value(
     n_signals: int, tmp_path: Path
 ) -> None:
-    wanted = [f"{door}={round(SHARES[door] * n_signals)}" for door in DOORS]
-    program = [sys.executable, "-m", "tests.support.signal_storm", str(tmp_path), "1", *wanted]
+    shares = [f"{door}={round(SHARES[door] * n_signals)}" for door in DOORS]
+    program = [sys.executable, "-m", "tests.support.signal_storm", str(tmp_path), "1", *shares]
     done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     counts = json.loads(done.stdout)
-    assert sum(one["signals"] for one in counts.values()) == n_signals
-    assert all(one["temporary"] == one["swallowed"] == 0 for one in counts.values()), (counts, done.stderr)
+    assert sum(count["signals"] for count in counts.values()) == n_signals
+    assert all(count["temporary"] == count["swallowed"] == 0 for count in counts.values()), done
 
 
-# Python code that waits or wakes others, with a lock that stays locked if Ctrl-C comes at its ends.
+# Python functions that wait or notify; Ctrl-C at their ends leaves their lock locked.
 WAITING = ("Condition.wait", "Condition.notify", "Event.wait", "Event.set", "Thread.start", "Thread.join")
 
 
 def waits_of(call: Callable[[], None]) -> set[str]:
-    """The functions of this kind that the calling thread enters."""
+    """Return the waiting functions of `threading` and `concurrent.futures` that the calling thread enters."""
     names = set[str]()
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
@@ -57,13 +57,13 @@ def waits_of(call: Callable[[], None]) -> set[str]:
 
 @pytest.mark.parametrize("door", DOORS)
 def test_the_callers_thread_waits_with_plain_locks_alone(door: str, tmp_path: Path) -> None:
-    made = DOORS[door](tmp_path)
-    made.call(0)
-    assert waits_of(lambda: (made.call(1), made.check(1))) == set()
+    interface = DOORS[door](tmp_path)
+    interface.call(0)
+    assert waits_of(lambda: (interface.call(1), interface.check(1))) == set()
 
 
 class Shared:
-    """A handle that nobody closes."""
+    """Object with an open file handle that is never closed."""
 
     def __init__(self, path: Path) -> None:
         self.handle = safe_open(path, "pt")
@@ -94,7 +94,7 @@ def test_an_interrupt_that_comes_when_a_file_is_closed_is_raised(
 
     with pytest.raises(KeyboardInterrupt):
         close_and_wait()
-    assert len(came) > (how == "a handle")  # it was closed all the same
+    assert len(came) > (how == "a handle")  # it was closed nevertheless
 
 
 def test_a_file_that_an_interrupt_left_open_is_closed_before_its_finalizer(tmp_path: Path) -> None:
@@ -103,4 +103,4 @@ def test_a_file_that_an_interrupt_left_open_is_closed_before_its_finalizer(tmp_p
     left.itself, file = left, left._file
     del left
     gc.collect()
-    assert file.closed  # else Python warns when it ends the file, which swallows Ctrl-C
+    assert file.closed  # otherwise Python warns when it finalizes the file, which swallows Ctrl-C

@@ -1,4 +1,4 @@
-"""States beyond the memory for their copy are read where they live, and a file never has two states."""
+"""States too large to copy are read in place, and a file never mixes two states."""
 
 import threading
 from pathlib import Path
@@ -15,7 +15,7 @@ from ckptz.training.checkpointer import SaveReport
 from ckptz.training.snapshot import Snapshot
 
 WIDTH = 96
-WEIGHTS = 4 * (WIDTH * WIDTH + WIDTH)  # bytes of the model; its moments are twice as many
+WEIGHTS = 4 * (WIDTH * WIDTH + WIDTH)  # bytes of the model; moments have twice as many
 EVENT_SECONDS = 60
 
 
@@ -55,7 +55,7 @@ def test_a_step_is_the_state_at_its_save_whatever_was_copied(
             train(model, optimizer)
             saved[step] = values(model, optimizer)
             checkpointer.save(step)
-            train(model, optimizer)  # at once: what the writer reads now would be another state
+            train(model, optimizer)  # at once: the writer would now read another state
         for step, expected in saved.items():
             checkpointer.restore(step)
             assert checkpointer.restored.is_exact
@@ -67,7 +67,7 @@ def test_buffers_take_no_more_than_they_may() -> None:
     snapshot = Snapshot(5000)
     taken = snapshot.take(state)
     assert sum(one.nbytes for one in snapshot._buffers.values()) <= 5000
-    assert sum(one.nbytes for one in snapshot.hold.tensors.values()) == 2000  # weights come first
+    assert sum(one.nbytes for one in snapshot.hold.tensors.values()) == 2000  # weights are written first
     assert not snapshot.hold.has_weights
     assert taken["model"]["a"].equal(state["model"]["a"])
     assert Snapshot(2000).take(state)["model"]["b"].equal(torch.ones(10))
@@ -88,7 +88,7 @@ def test_training_goes_on_when_all_is_read_and_the_report_says_what_it_waited_fo
     monkeypatch.setattr(files.StepWriter, "_write_weights", slowly)
     options: dict[str, Any] = {"max_staging_bytes": WEIGHTS, "on_save": reports.append}
     with Checkpointer(tmp_path, model, optimizer, **options) as checkpointer:
-        checkpointer.save(1)  # while the weights, which were copied, are still to be written
+        checkpointer.save(1)  # before the copied weights are written
         checkpointer.wait_for_staging()
         goes_on.set()
     assert seen == [True]

@@ -1,4 +1,4 @@
-"""A run whose newest steps cannot be read: it goes on by itself, and deletes nothing."""
+"""A run whose newest steps cannot be read continues from an older one and deletes nothing."""
 
 import errno
 import os
@@ -17,7 +17,7 @@ ALL = KeepPolicy(last=9)
 
 
 def resumed(folder: Path | str, until: int, **options: object) -> tuple[Run, int]:
-    """The unattended loop: restore what can be restored, train, and save each step; where it began."""
+    """Run an unattended loop: restore, train, save each step; return the run and the step it resumed from."""
     run = Run(seed=7)
     with run.checkpointer(folder, background=False, keep=ALL, **options) as checkpointer:
         first = checkpointer.restore_latest() or 0
@@ -41,7 +41,7 @@ def test_an_unattended_loop_saves_again_what_it_could_not_read(
     straight, _ = resumed(tmp_path / "straight", 5)
     folder = tmp_path / "run"
     resumed(folder, 4)
-    if is_gone:  # of 4, which is stored against 3
+    if is_gone:  # of step 4, a delta of step 3
         (folder / f"step-00000003{kind}.ckptz").rename(tmp_path / "elsewhere")
     else:
         flip(folder / f"step-00000004{kind}.ckptz")
