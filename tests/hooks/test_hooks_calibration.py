@@ -175,9 +175,8 @@ def test_the_fused_path_of_encoder_layers_is_not_taken() -> None:
     model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
     calibration = recorded(model, normal(2, 3, 8))
     assert calibration.n_samples == {"linear1": 6, "linear2": 6}
-    assert calibration.missing() == [
-        "self_attn.out_proj"
-    ]  # attention uses this weight without calling its layer
+    # Attention uses this weight without calling its layer.
+    assert calibration.missing() == ["self_attn.out_proj"]
 
 
 # --- batches ---------------------------------------------------------------------------------------

@@ -73,13 +73,13 @@ def test_an_average_that_is_named_is_as_small_as_weights(tmp_path: Path, config:
     assert lossy == pytest.approx(live, rel=0.03)
     weights = ckptz.inspect(tmp_path / "step-00000040.ckptz").tensors
     state = ckptz.inspect(tmp_path / "step-00000040.state.ckptz").tensors
-    averages = [one for one in state if one.name.startswith("extra.ema.")]
+    averages = [row for row in state if row.name.startswith("extra.ema.")]
     assert ratio(averages) > 0.8 * ratio(list(weights))
-    [large] = [one for one in averages if one.name == "extra.ema.module.3.weight"]
+    [large] = [row for row in averages if row.name == "extra.ema.module.3.weight"]
     assert (large.role, large.layer_type, large.lossy.method) == ("weight", "conv", config.name)
     loaded = load_file(tmp_path / "step-00000040.state.ckptz")
     assert loaded["extra.ema.n_averaged"] == exact["n_averaged"]
-    [other] = [one for one in state if one.name == "extra.statistics.mean"]
+    [other] = [row for row in state if row.name == "extra.statistics.mean"]
     assert other.lossy is None
 
 

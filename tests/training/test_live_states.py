@@ -263,11 +263,11 @@ def test_other_groups_are_refused_by_name(before: str, now: str, tmp_path: Path)
     for optimizer in optimizers:
         optimizer.step()
     saved(tmp_path, model, optimizers)
-    others = groups(model, now)
-    with Checkpointer(tmp_path, model, others) as checkpointer:
+    restored = groups(model, now)
+    with Checkpointer(tmp_path, model, restored) as checkpointer:
         with pytest.raises(ConfigError, match=r"parameter '\d\.(weight|bias)'.* was saved in group \d"):
             checkpointer.restore(1)
-        assert not any(optimizer.state for optimizer in others)
+        assert not any(optimizer.state for optimizer in restored)
         assert checkpointer.restore(1, weights_only=True) == 1
 
 

@@ -188,11 +188,11 @@ def test_several_optimizers_keep_their_own_keys_and_empty_groups(tmp_path: Path)
         parameter.grad = torch.ones_like(parameter)
     for optimizer in optimizers:
         optimizer.step()
-    _, others = resumed = new()
+    _, restored = resumed = new()
     save_and_restore(tmp_path, (model, optimizers), resumed)
-    assert others[0].n_steps == 1
-    assert others[0].state["global"]["total"].item() == 1.0
-    assert [group["lr"] for group in others[1].param_groups] == [0.125, 1e-3]
+    assert restored[0].n_steps == 1
+    assert restored[0].state["global"]["total"].item() == 1.0
+    assert [group["lr"] for group in restored[1].param_groups] == [0.125, 1e-3]
 
 
 def test_options_that_are_numbers_of_numpy_keep_their_type(tmp_path: Path) -> None:
