@@ -1,4 +1,4 @@
-"""The record of the keys in PEFT's files: it says what the rule does not, and is checked when it is read."""
+"""The record of keys in PEFT's files: exceptions from the naming rule, validated by readers."""
 
 import json
 from typing import Any

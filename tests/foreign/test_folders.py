@@ -1,4 +1,4 @@
-"""Folders of shards: one checkpoint out of many files, and every file back as it was."""
+"""Folders of shards are compressed to one checkpoint, and every file is restored as it was."""
 
 import contextlib
 import dataclasses
@@ -39,7 +39,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def compress(source: Path, output: Path) -> None:
-    """What `ckptz compress FOLDER -o OUTPUT` comes down to."""
+    """Write what `ckptz compress FOLDER -o OUTPUT` writes."""
     opened = open_input(source)
     output.mkdir()
     job = WriteJob(
@@ -59,7 +59,7 @@ def restore(source: Path, output: Path) -> Input:
 
 
 def contents_of(folder: Path) -> dict[str, bytes]:
-    """All files but the hidden ones, which are not carried over."""
+    """Return the contents of all files except hidden ones, which are not stored."""
     files = (p for p in folder.rglob("*") if p.is_file() and not p.name.startswith("."))
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in files}
 
@@ -126,7 +126,7 @@ def test_shards_need_no_index(files: list[str], stem: str, tmp_path: Path) -> No
 def test_common_metadata_are_the_checkpoints(folder: Path) -> None:
     opened = open_input(folder)
     assert (opened.kind, opened.stem, opened.metadata) == ("folder", "model", {"format": "pt"})
-    assert list(opened.tensors) == ["a", "empty", "b", "c"]  # as they lie in the shards
+    assert list(opened.tensors) == ["a", "empty", "b", "c"]  # in the order of the shards
     assert opened.sharding.index_text == (folder / INDEX).read_bytes().decode()
     assert opened.left_out == (".gitattributes",)
     opened.close()
@@ -302,7 +302,7 @@ def test_other_files_that_other_systems_cannot_hold_are_left_out(folder: Path) -
 
 
 def pack_as(sharding: Sharding, opened: Input, path: Path) -> None:
-    """A file of version 1.0 by another writer."""
+    """Write a file with a shard record, as another writer of version 1.0 may."""
     with Workers(1) as workers, publish(path) as sink:
         writer.write(sink, WriteJob(tensors=opened.tensors, sharding=sharding), workers)
 
@@ -317,7 +317,7 @@ def test_a_disk_that_takes_two_names_for_one_is_asked(
     opened.close()
     ckptz.restore(tmp_path / "two.ckptz", tmp_path / "out")
     assert set(contents_of(tmp_path / "out")) == {"A.safetensors", "a.safetensors"}
-    touch = Path.touch  # as a disk on which case does not count
+    touch = Path.touch  # as on a case-insensitive file system
     monkeypatch.setattr(Path, "touch", lambda path, **how: touch(path.with_name(path.name.lower()), **how))
     with pytest.raises(UnsupportedError, match=r"'a\.safetensors' and a file before it are one name"):
         ckptz.restore(tmp_path / "two.ckptz", tmp_path / "out2")
@@ -399,12 +399,12 @@ def test_torch_shards_come_back_as_torch_shards(torch_folder: Path, tmp_path: Pa
         assert all(torch.equal(restored[name], tensor) for name, tensor in state.items())
 
 
-# --- states beside the model ----------------------------------------------------------------------------
+# --- other states of a folder ---------------------------------------------------------------------------
 
 
 @pytest.fixture
 def run_folder(folder: Path) -> Path:
-    """A folder of a trainer: its states beside the shards, some of which only code could read."""
+    """Add a trainer's files to the shards, some of which cannot be read without running code."""
     torch = pytest.importorskip("torch")
     torch.save(
         {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": [{"params": [0]}]}, folder / "optimizer.pt"
@@ -472,7 +472,9 @@ def test_numbered_shards_without_an_index_are_complete_or_refused(tmp_path: Path
             torch.save({f"w{i}": torch.from_numpy(values)}, path)
     ckptz.compress(folder, output=tmp_path / "packed")
     second = f"pytorch_model-00002-of-00003.{suffix}"
-    (folder / second).rename(folder / f"pytorch_model-00004-of-00003.{suffix}")  # as many, but not all
+    (folder / second).rename(
+        folder / f"pytorch_model-00004-of-00003.{suffix}"
+    )  # the same number of files, but not all
     with pytest.raises(FileNotFoundError, match=second):
         ckptz.compress(folder, output=tmp_path / "half")
     assert not (tmp_path / "half").exists()

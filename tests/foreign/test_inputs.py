@@ -1,4 +1,4 @@
-"""One call opens every kind of input, by its content; what is none is refused with a remedy."""
+"""One call opens every kind of input by its content; other files are refused with a remedy."""
 
 import io
 import subprocess
@@ -109,7 +109,7 @@ names = st.text(st.characters(exclude_categories=["Cs"]), max_size=6).filter(
 def test_a_file_that_safetensors_wrote_is_rewritten_byte_for_byte(
     tensors: dict[str, np.ndarray], metadata: dict[str, str] | None
 ) -> None:
-    assume(tensors or metadata != {})  # safetensors 0.8 writes a header then that it cannot read
+    assume(tensors or metadata != {})  # safetensors 0.8 then writes a header that it cannot read
     original = save(tensors, metadata)
     file = PlainFile(MemoryBytes(original))
     rewritten = io.BytesIO()

@@ -1,4 +1,4 @@
-"""A model and its optimizer in one file: both come back, moments find their weights, training goes on."""
+"""A model and its optimizer in one file: restores, matching of moments to weights, resumed training."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +27,7 @@ Factory = Callable[[Any], torch.optim.Optimizer]
 
 
 class Net(nn.Module):
-    """Two layers of the same shape, and a normalisation with buffers."""
+    """Network of two layers of the same shape, and a normalisation with buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,13 +45,13 @@ TARGET = torch.randn(48, 96, generator=torch.Generator().manual_seed(7))
 
 
 def train(net: Net, optimizer: torch.optim.Optimizer, n_steps: int, seed: int) -> list[float]:
-    """Losses of some steps on data that depends on the seed alone."""
+    """Train on data that depends only on the seed; return the loss of each step."""
     generator, losses = torch.Generator().manual_seed(seed), []
     for _ in range(n_steps):
         x = torch.randn(64, 48, generator=generator)
         loss = (net(x) - x @ TARGET).square().mean()
         optimizer.zero_grad()
-        loss.backward()  # torch's own
+        loss.backward()  # torch's own method
         optimizer.step()
         losses.append(loss.item())
     return losses
@@ -70,10 +70,10 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def written(folder: Path, factory: Factory = adamw, model: str = "model.pt") -> tuple[Path, Path]:
-    """Files of a trained model and its optimizer."""
+    """Write files of a trained model and its optimizer; return their paths."""
     net, optimizer = trained(factory)
     save = save_plain if model.endswith(".safetensors") else torch.save
-    save(net.state_dict(), folder / model)  # either takes a state and a path
+    save(net.state_dict(), folder / model)  # both take a state and a path
     torch.save(optimizer.state_dict(), folder / "optimizer.pt")
     return folder / model, folder / "optimizer.pt"
 
@@ -164,7 +164,7 @@ def test_files_that_cannot_stand_together_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "a.ckptz").exists()
 
 
-# --- whose moments ------------------------------------------------------------------------------
+# --- matching moments to weights ----------------------------------------------------------------
 
 
 def roles_of(path: Path) -> Known:
@@ -236,7 +236,7 @@ def test_numbers_of_a_file_beside_a_torch_model_follow_its_order(tmp_path: Path)
     model, optimizer = written(tmp_path)
     joined = compressed(model, optimizer, tmp_path / "s.ckptz", config=Grid())
     assert not any("no parameter's name" in note for note in joined.notes)
-    config = Grid(purpose="resume")  # as files with their optimizer are written by themselves
+    config = Grid(purpose="resume")  # as for files that contain their optimizer
     [read] = compress([model], tmp_path / "w.ckptz", moments_from=optimizer, config=config)
     assert not any("second moment" in note for note in read.notes)
     both, weights = load_file(tmp_path / "s.ckptz"), load_file(tmp_path / "w.ckptz")
@@ -364,7 +364,7 @@ def test_an_unknown_optimizer_stays_lossless(tmp_path: Path) -> None:
 
 
 def state_of(kind: str, shape: tuple[int, int]) -> dict[str, Any]:
-    """What an optimizer keeps of one matrix."""
+    """Return the state that a kind of optimizer stores for one matrix."""
     first, second = torch.randn(shape) * 1e-3, torch.rand(shape) * 1e-6
     if kind == "bf16":
         return {"step": torch.tensor(9.0), "exp_avg": first.bfloat16(), "exp_avg_sq": second.bfloat16()}
@@ -384,7 +384,7 @@ def state_of(kind: str, shape: tuple[int, int]) -> dict[str, Any]:
     ("kind", "n_lossy"), [("bf16", 2), ("bitsandbytes", 0), ("soap", 0), ("shampoo", 0), ("muon", 1)]
 )
 def test_states_of_other_forms_keep_what_is_no_moment(tmp_path: Path, kind: str, n_lossy: int) -> None:
-    """Of two matrices, whose weights are lossy; the state comes back bit for bit but for moments."""
+    """Weights of two matrices are lossy; of their optimizer state, only moments may be."""
     torch.manual_seed(0)
     weights = {f"{i}.weight": torch.randn(96, 96) for i in range(2)}
     state = {i: state_of(kind, (96, 96)) for i in range(2)}
@@ -402,7 +402,7 @@ def test_states_of_other_forms_keep_what_is_no_moment(tmp_path: Path, kind: str,
 
 
 def test_what_soap_keeps_does_not_guide_its_weights(tmp_path: Path) -> None:
-    """In the Checkpointer too: its second moments are not those of elements of the weight."""
+    """Holds for the Checkpointer too: SOAP's second moments do not belong to elements of the weight."""
     state = {"exp_avg": torch.zeros(4, 4), "exp_avg_sq": torch.ones(4, 4), "GG": [torch.eye(4)]}
     weights = {"model": {"w": torch.zeros(4, 4)}}
     soap = {"classes": ["SOAP"], "groups": [], "optimizer": {"w": state}}
@@ -412,11 +412,11 @@ def test_what_soap_keeps_does_not_guide_its_weights(tmp_path: Path) -> None:
     assert StepState(state=weights | soap, **fields).roles["optimizer.w.exp_avg_sq"].role == "exp_avg_sq"
 
 
-# --- training goes on ---------------------------------------------------------------------------
+# --- resumed training ---------------------------------------------------------------------------
 
 
 class Lion(torch.optim.Optimizer):
-    """Sign of an interpolated momentum: no second moment."""
+    """Optimizer that applies the sign of an interpolated momentum, without second moments."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 3e-4})
@@ -442,7 +442,7 @@ OPTIMIZERS: dict[str, Factory] = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_restored_state_trains_on(tmp_path: Path, name: str) -> None:
-    """Weights exact, optimizer from the file: losses stay near the exact resumption's."""
+    """With exact weights and the restored optimizer, losses stay close to those of an exact resume."""
     net, optimizer = trained(OPTIMIZERS[name])
     path = saved_together(tmp_path, net, optimizer)
     [report] = compress([path], tmp_path / "s.ckptz", config=Grid())

@@ -1,4 +1,4 @@
-"""Files and folders of others that are refused: class of the error, and words that name file and cause."""
+"""Foreign files and folders that are refused: class of the error, and words that name file and cause."""
 
 import argparse
 import io
@@ -26,7 +26,7 @@ Refusal = tuple[Callable[[Path], object], type[BaseException], str]
 
 
 def check(path: Path, make: Callable[[Path], object], error: type[BaseException], words: str) -> None:
-    """Make a file or folder, and require that it is refused; `make` may return another path to open."""
+    """Write a file or folder and require that it is refused; `make` may return another path to open."""
     made = make(path)
     with pytest.raises(error, match=words):
         open_input(made if isinstance(made, Path) else path).close()
@@ -58,7 +58,7 @@ BEYOND = b"K\x01K\x08\x85", b"K\x02K\x08\x85"  # offset and shape of a view, and
 
 
 def changed(change: Callable[[bytes], bytes], state: Any = STATE, **how: Any) -> Callable[[Path], object]:
-    """A torch file whose pickle is changed."""
+    """Return a function that writes a torch file and changes its pickle."""
 
     def make(path: Path) -> None:
         path.write_bytes(torch_bytes(state))
@@ -68,7 +68,7 @@ def changed(change: Callable[[bytes], bytes], state: Any = STATE, **how: Any) ->
 
 
 def with_record(path: Path) -> None:
-    """A torch file with two records of one name."""
+    """Write a torch file with two records of one name."""
     path.write_bytes(ARCHIVE)
     with warnings.catch_warnings(), zipfile.ZipFile(path, "a") as archive:
         warnings.simplefilter("ignore")
@@ -100,7 +100,7 @@ class RunsCommand:
 
 
 class HidesMethods:
-    """Pickled as an OrderedDict whose state is one attribute."""
+    """Object that is pickled as an OrderedDict with one attribute."""
 
     def __init__(self, attribute: str) -> None:
         self.attribute = attribute
@@ -110,7 +110,7 @@ class HidesMethods:
 
 
 def pickled(form: str, state: Any) -> bytes:
-    """A state in one of the forms that torch has saved, or as a bare pickle."""
+    """Return a state in one of the file formats of torch, or as a bare pickle."""
     how: dict[str, Any] = {
         "old": {"_use_new_zipfile_serialization": False},
         "protocol 4": {"pickle_protocol": 4},
@@ -118,7 +118,7 @@ def pickled(form: str, state: Any) -> bytes:
     return pickle.dumps(state) if form == "pickle" else torch_bytes(state, **how.get(form, {}))
 
 
-IS_NONE = r"\.safetensors.*\.pt.*folder"  # what is accepted
+IS_NONE = r"\.safetensors.*\.pt.*folder"  # accepted files
 NO_CODE = (FormatError, UnsupportedError)
 OTHERS = {"gguf": b"GGUF" + bytes(90), "txt": b"hello, world", "png": b"\x89PNG\r\n\x1a\n{", "empty": b""}
 DAMAGED = {
@@ -127,14 +127,14 @@ DAMAGED = {
     **{f"short.{name}": b"\x01\x02" for name in ("safetensors", "ckptz", "pt", "bin")},
     **{f"pickle-{n}.pt": pickle.dumps({"a": 1}, n) for n in range(pickle.HIGHEST_PROTOCOL + 1)},
 }  # fmt: skip
-# Zips in which readers could find different pickles.
+# Zip files in which readers may find different pickles.
 ZIPS = {
     "prepended.pt": torch_bytes({"w": torch.ones(8)}) + ARCHIVE, "gap.pt": with_gap(),
     "behind.pt": ARCHIVE + bytes(10), "comment.pt": ARCHIVE[:-2] + struct.pack("<H", 4) + b"abcd",
     "offset.pt": with_other_offset(),
 }  # fmt: skip
 CALLS = {
-    "tensor": b"ctorch\nFloatTensor\nK\x09\x85R",  # as many numbers, of memory that nobody wrote
+    "tensor": b"ctorch\nFloatTensor\nK\x09\x85R",  # the same number of elements, of uninitialized memory
     "storage": b"ctorch.storage\nUntypedStorage\nK\x09\x85R",
     "bytearray": b"c__builtin__\nbytearray\n\x8a\x06\0\0\0\0\0\x01\x85R",  # of a terabyte
     "key": b"}" + b")q\x10" + b"".join(b"h%c\x86q%c" % (16 + i, 17 + i) for i in range(200)) + b"Ns",
@@ -146,7 +146,7 @@ CLASSES = {
 }  # fmt: skip
 HIDDEN = ("items", "keys", "update", "__reduce__", "__class__", "__dict__")
 VIEW = {"w": torch.arange(9.0)[1:]}
-# What writes a file of this name, the class of the error, and words that stand behind the name.
+# By file name: a function that writes the file, the class of the error, and words after the name.
 FILES: dict[str, Refusal] = {
     **{f"other.{name}": (holds(content), ConfigError, IS_NONE) for name, content in OTHERS.items()},
     **{name: (holds(content), FormatError, "") for name, content in DAMAGED.items()},
@@ -157,7 +157,7 @@ FILES: dict[str, Refusal] = {
     "deflated.pt": (
         changed(bytes, compression=zipfile.ZIP_DEFLATED), UnsupportedError, "records are compressed"),
     "two-records.pt": (with_record, FormatError, "two records"),
-    # torch itself gives out memory that nobody wrote
+    # torch itself returns uninitialized memory
     "long.pt": (changed(lambda raw: raw.replace(b"K\x09", b"K\x60")), FormatError, "'0' is truncated"),
     "beyond.pt": (changed(lambda raw: raw.replace(*BEYOND), VIEW), FormatError, "beyond its storage"),
     "beyond-old.pt": (holds(pickled("old", VIEW).replace(*BEYOND)), FormatError, "beyond its storage"),
@@ -195,7 +195,7 @@ def test_a_file_is_refused_by_its_name(name: str, tmp_path: Path) -> None:
 
 
 def placed(**places: Any) -> Callable[[Path], object]:
-    """The index says other places of tensors."""
+    """Return a function that changes the files of tensors in the index."""
 
     def make(folder: Path) -> None:
         text = json.loads((folder / INDEX).read_text())
@@ -214,7 +214,7 @@ def saved(file: str, **tensors: Any) -> Callable[[Path], object]:
 
 
 def of_torch(state: Any) -> Callable[[Path], object]:
-    """A folder of two shards that torch saved, the second one of another content than its index says."""
+    """Return a function that writes two shards with torch, the second one with `state` instead of `norm`."""
 
     def make(folder: Path) -> Path:
         (at := folder / "torch").mkdir()
@@ -229,7 +229,7 @@ def of_torch(state: Any) -> Callable[[Path], object]:
 
 
 def alone(*files: str) -> Callable[[Path], object]:
-    """A folder of files that each hold tensor w."""
+    """Return a function that writes a folder of files, each with a tensor w."""
 
     def make(folder: Path) -> Path:
         (at := folder / "alone").mkdir()
@@ -241,7 +241,7 @@ def alone(*files: str) -> Callable[[Path], object]:
 
 
 def of_dcp(folder: Path) -> Path:
-    """A folder of torch.distributed.checkpoint in which 51 objects share their bytes."""
+    """Write a folder of torch.distributed.checkpoint in which 51 objects share their bytes."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
@@ -268,7 +268,7 @@ NO_INDEX = (
     "\xff",
 )
 IN_TWO = f"{SECOND}: tensor 'b' is in {FIRST} too"
-# What is changed in a folder of two shards, the class of the error, and its words.
+# A change of a folder of two shards, the class of the error, and its words.
 FOLDERS: dict[str, Refusal] = {
     "missing shard": (lambda at: (at / SECOND).unlink(), FileNotFoundError, f"{INDEX}.*{SECOND}"),
     "lacks a tensor": (placed(d=FIRST), CorruptionError, f"{FIRST}: tensor 'd' is not in this shard"),

@@ -1,4 +1,4 @@
-"""A step that several ranks wrote is one checkpoint for every verb; a missing file is an error."""
+"""A step of several ranks is one checkpoint for every verb; a missing file is an error."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ FULL = {
     "model.norm.weight": np.linspace(0, 1, 6, dtype=np.float32),
     "optimizer.state.up.exp_avg": np.arange(48, dtype=np.float16).reshape(8, 6),
 }
-# Of each tensor the offsets and shapes of its pieces, by rank: rows, one rank alone, and a grid.
+# Offsets and shapes of each tensor's pieces by rank: rows, a single rank, and a grid.
 PIECES: dict[str, list[tuple[int, tuple[int, ...], tuple[int, ...]]]] = {
     "model.up.weight": [(0, (0, 0), (3, 6)), (1, (3, 0), (5, 6))],
     "model.norm.weight": [(1, (0,), (6,))],
     "optimizer.state.up.exp_avg": [(0, (0, 0), (4, 2)), (1, (0, 2), (4, 4)), (0, (4, 0), (4, 6))],
 }
-# Values that are no tensors; one of them looks as the nodes of tensors do in a tree.
+# Values other than tensors; one of them looks like the node of a tensor in a tree.
 OBJECTS: dict[str, Any] = {"epoch": 3, "parallel": {"dict": [["tensor", "tensor parallel"]]}}
 
 
@@ -47,7 +47,7 @@ def stored_object(name: str, node: Any) -> StoredObject:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """One step, written by two ranks."""
+    """Write one step of two ranks."""
     folder = tmp_path / "run" / "step-60"
     folder.mkdir(parents=True)
     shards: list[dict[str, Any]] = [{}, {}]
@@ -123,7 +123,7 @@ def test_a_path_that_cannot_be_is_an_error(run: Path, path: tuple[str, ...]) -> 
 
 @pytest.mark.parametrize("to", ["safetensors", "dcp"])
 def test_a_restore_holds_a_few_tensors_at_a_time(tmp_path: Path, to: str) -> None:
-    """Measured are 3.6 times the largest tensor: two whole ones, the one that is made, and its pieces."""
+    """The measured peak is 3.6 times the largest tensor: two tensors, an assembled one, and its pieces."""
     n_tensors, n_ranks, rows, columns = 16, 4, 1024, 2048
     folder, n_bytes = tmp_path / "run" / "step-60", rows * columns * 4
     folder.mkdir(parents=True)

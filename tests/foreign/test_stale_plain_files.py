@@ -1,4 +1,4 @@
-"""Folders of the mixin: plain files never replace restored state, and unfinished steps are named."""
+"""Folders of the Trainer mixin: plain files never replace restored state, unfinished steps are reported."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ STALE = {
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A folder as the mixin writes it."""
+    """Write a folder as the mixin does."""
     folder = tmp_path / "checkpoint-40"
     folder.mkdir()
     weight = torch.linspace(-1, 1, 600).view(20, 30)

@@ -1,4 +1,4 @@
-"""Torch files in and out: code, damage and full disks are refused by name; memory stays bounded."""
+"""Torch files: code, damage and full disks are errors that name the file; memory is bounded."""
 
 import argparse
 import os

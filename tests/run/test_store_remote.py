@@ -248,7 +248,7 @@ class Refused(Exception):
 
 
 def fail_reads(patch: pytest.MonkeyPatch, name: str, error: Exception) -> None:
-    """Let all reads of one object fail."""
+    """Replace the reads of one object by an error."""
     for method in ("read_range", "open"):
         real = getattr(storage.UploadFolder, method)
 
