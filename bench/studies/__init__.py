@@ -1,1 +1,1 @@
-"""Studies that train for minutes to hours: how lossy settings change training, and published claims."""
+"""Studies that train for minutes to hours: effects of lossy settings on training, and published claims."""

@@ -1,13 +1,13 @@
-"""Bits of the codes of 8-bit optimizers, as ckptz stores them and by every context that a decoder could have.
+"""Bits per code of 8-bit optimizer states: in ckptz files, and for ideal coders with many contexts.
 
     python -m bench.studies.eight_bit
 
-A small GPT is trained with Adam8bit of bitsandbytes on the CPU. Its moments are uint8 codes of a dynamic map,
-with a scale for each block of 256. `bits` are those of an ideal coder with up to 64 tables, which count, or
-those of the file where it says *stored*. The state of step 350 is coded alone and against that of step 280.
-Of sums of outer products, which a decoder needs beside the codes, each element counts with 16 bits in the
-ideal rows; files store levels of at most 8 bits. Speeds are megabytes of codes and scales in a second of
-processor time, the best of five turns of all efforts; `fast` has no contexts by products.
+A small GPT is trained on the CPU with Adam8bit of bitsandbytes, whose moments are uint8 codes of a dynamic
+map with a scale for each block of 256. Rows that start with *stored* have the bits in a file. All other rows
+have the bits of an ideal coder with up to 64 tables, including the tables. The state of step 350 is coded
+alone and as a delta to step 280. A decoder needs the vectors of the sums of outer products: they count with
+16 bits per element in the ideal rows, and files store them in at most 8 bits. Speeds are megabytes of codes
+and scales per CPU second, the best of five turns of all efforts; `fast` has no contexts of outer products.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ BLOCK: Final = 256
 N_TABLES: Final = 64
 RANKS: Final = (1, 4, 8, 16)
 FACTOR_BITS: Final = 16
-LEAST_ROOT: Final = 1e-12  # of second moments, so that they have logarithms
-SYMBOL_BITS, TABLE_BITS = 6, 64  # of a table: for each symbol, and for itself
+LEAST_ROOT: Final = 1e-12  # lower limit of the roots of second moments, for finite logarithms
+SYMBOL_BITS, TABLE_BITS = 6, 64  # cost of a table: bits for each symbol, and constant bits
 EFFORTS: Final[tuple[EffortName, ...]] = ("fast", "default", "small")
 N_TURNS: Final = 5
 State = Mapping[str, NDArray[Any]]
@@ -45,7 +45,7 @@ WRAPPER: Final = "__bnb_optimizer_quant_state__"
 
 
 def states() -> list[Path]:
-    """Train once; a torch file for each step."""
+    """Train the model if its states are not cached, and return a torch file for each of STEPS."""
     import torch
 
     from bench.core.tiny_gpt import TinyGPT, batches, loss_of, read_corpus
@@ -74,16 +74,16 @@ def states() -> list[Path]:
 
 
 def read(path: Path) -> dict[int, State]:
-    """Read the moments of large parameters, by number."""
+    """Read the 8-bit moments of an optimizer state, by the number of the parameter."""
     import torch
 
     state = torch.load(path)["optimizer"]["state"]
-    arrays = {key: {k: v.numpy() for k, v in own[WRAPPER].items()} for key, own in state.items()}
-    return {key: own for key, own in arrays.items() if "qmap1" in own}
+    arrays = {i: {k: v.numpy() for k, v in slots[WRAPPER].items()} for i, slots in state.items()}
+    return {i: slots for i, slots in arrays.items() if "qmap1" in slots}  # small parameters have fp32 moments
 
 
 def ideal_bits(codes: NDArray[np.uint8], contexts: NDArray[Any] | None = None) -> float:
-    """Bits of codes with a table for each of up to 64 groups of neighbouring contexts, or with one."""
+    """Return the bits of codes with one table, or with up to 64 tables for groups of contexts if fewer."""
     flat = codes.reshape(-1).astype(np.int64)
     labels = np.zeros_like(flat) if contexts is None else contexts.reshape(-1).astype(np.int64)
     counts = np.bincount(labels * 256 + flat, minlength=256 * (int(labels.max()) + 1)).reshape(-1, 256)
@@ -111,13 +111,13 @@ def _log(values: NDArray[Any]) -> NDArray[Any]:
 
 
 def _low_rank(values: NDArray[Any], rank: int) -> tuple[NDArray[Any], int]:
-    """Return the nearest sum of `rank` outer products, and the bits of its vectors."""
+    """Return the best approximation by a sum of `rank` outer products, and the bits of its vectors."""
     left, sizes, right = np.linalg.svd(values, full_matrices=False)
     return (left[:, :rank] * sizes[:rank]) @ right[:rank], FACTOR_BITS * rank * sum(values.shape)
 
 
 def low_rank_bits(now: State) -> dict[tuple[str, str], float]:
-    """Bits of the codes of one parameter, with sums of outer products as contexts."""
+    """Return the bits of the codes of one parameter, with sums of outer products as contexts."""
     scales = {which: np.repeat(now[f"absmax{which}"], BLOCK) for which in (1, 2)}
     first, second = now["state1"], now["state2"]
     m, v = (
@@ -129,24 +129,26 @@ def low_rank_bits(now: State) -> dict[tuple[str, str], float]:
     for rank in RANKS:
         of_first, cost = _low_rank(m, rank)
         by_scale = of_first.reshape(-1) / np.maximum(scales[1][: first.size], 1e-30)
-        what = f"sum of outer products, rank {rank}, by the scale of the block"
-        bits["first", what] = min(ideal_bits(first, _quantiles(by_scale, N_TABLES)) + cost, ideal_bits(first))
+        context = f"sum of outer products, rank {rank}, by the scale of the block"
+        bits["first", context] = min(
+            ideal_bits(first, _quantiles(by_scale, N_TABLES)) + cost, ideal_bits(first)
+        )
         of_second, cost = _low_rank(roots, rank)
         by_scale = 2 * of_second.reshape(-1) - _log(scales[2][: second.size])
-        bits["second", f"{what}, of logarithms"] = min(
+        bits["second", f"{context}, of logarithms"] = min(
             ideal_bits(second, _quantiles(by_scale, N_TABLES)) + cost, ideal_bits(second)
         )
     return bits
 
 
 def bits_by_context(now: State, before: State) -> Counter[tuple[str, str]]:
-    """Bits of the codes of one parameter, by codes and context."""
+    """Return the bits of the codes of one parameter, by (moment, context)."""
 
     def scale(state: State, which: int) -> NDArray[Any]:
         return np.repeat(state[f"absmax{which}"], BLOCK)[: first.size].reshape(first.shape)
 
     first, second, earlier = now["state1"], now["state2"], before["state2"]
-    v, old_v = (one["qmap2"][one["state2"]] * scale(one, 2) for one in (now, before))
+    v, old_v = (state["qmap2"][state["state2"]] * scale(state, 2) for state in (now, before))
     root = _quantiles(_log(np.sqrt(v)) - _log(scale(now, 1)))
     old_root = _quantiles(_log(np.sqrt(old_v)) - _log(scale(now, 1)))
     rank_1 = v.mean(axis=1, keepdims=True) * v.mean(axis=0, keepdims=True) / max(v.mean(), 1e-30)
@@ -171,7 +173,7 @@ def bits_by_context(now: State, before: State) -> Counter[tuple[str, str]]:
 
 
 def stored_bits(paths: list[Path], effort: EffortName) -> dict[tuple[str, str], float]:
-    """Bits of the codes in the files that ckptz writes."""
+    """Return the bits of the codes in ckptz files of one effort, by (moment, kind of file)."""
     bits = dict[tuple[str, str], float]()
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         files = [Path(name) / f"{path.stem}.ckptz" for path in paths]
@@ -179,20 +181,19 @@ def stored_bits(paths: list[Path], effort: EffortName) -> dict[tuple[str, str], 
         alone = inspect(files[1])
         compress(paths[0], files[0], jobs=1, effort=effort)
         compress(paths[1], files[1], base=files[0], jobs=1, force=True, effort=effort)
-        for what, report in (("stored alone", alone), ("stored as a delta", inspect(files[1]))):
-            for codes, word in (("first", ".state1"), ("second", ".state2")):
-                own = [one for one in report.tensors if one.name.endswith(word) and one.dtype == "U8"]
-                n_bits = 8.0 * sum(one.stored_bytes for one in own)
-                bits[codes, f"{what}, effort {effort}"] = n_bits
+        for kind, report in (("stored alone", alone), ("stored as a delta", inspect(files[1]))):
+            for codes, suffix in (("first", ".state1"), ("second", ".state2")):
+                tensors = [t for t in report.tensors if t.name.endswith(suffix) and t.dtype == "U8"]
+                bits[codes, f"{kind}, effort {effort}"] = 8.0 * sum(t.stored_bytes for t in tensors)
     return bits
 
 
 def speeds(state: Mapping[int, State]) -> list[Row]:
-    """Megabytes of codes and scales that one processor writes and reads in a second, by effort."""
+    """Measure the MB of codes and scales written and read per CPU second, and build a row for each effort."""
     tensors = {
-        f"{key}.{name}": array
-        for key, own in state.items()
-        for name, array in own.items()
+        f"{i}.{name}": array
+        for i, slots in state.items()
+        for name, array in slots.items()
         if name.startswith(("state", "absmax"))
     }
     n_bytes = sum(array.nbytes for array in tensors.values())
@@ -206,32 +207,32 @@ def speeds(state: Mapping[int, State]) -> list[Row]:
                     ("write", partial(save_file, tensors, path, effort=effort, jobs=1)),
                     ("read", partial(load_file, path)),
                 )
-                for what, call in calls:
+                for way, call in calls:
                     begin = time.process_time()
                     call()
-                    taken = time.process_time() - begin
-                    seconds[effort, what] = min(taken, seconds.get((effort, what), taken))
+                    spent = time.process_time() - begin
+                    seconds[effort, way] = min(spent, seconds.get((effort, way), spent))
                 sizes[effort] = path.stat().st_size
     return [
         {
             "effort": effort,
             "bytes": sizes[effort],
             "share of fast": f"{sizes[effort] / sizes['fast']:.3f}",
-            **{f"{what} MB/s": f"{n_bytes / 1e6 / seconds[effort, what]:.1f}" for what in ("write", "read")},
+            **{f"{way} MB/s": f"{n_bytes / 1e6 / seconds[effort, way]:.1f}" for way in ("write", "read")},
         }
         for effort in EFFORTS
     ]
 
 
 def main() -> int:
-    """Command line."""
+    """Run the command line."""
     parser_of(__doc__).parse_args()
     paths = states()
     before, now = map(read, paths)
-    n = sum(own["state1"].size for own in now.values())
+    n = sum(slots["state1"].size for slots in now.values())
     bits: Counter[tuple[str, str]] = Counter()
-    for key, own in now.items():
-        bits.update(bits_by_context(own, before[key]))
+    for i, slots in now.items():
+        bits.update(bits_by_context(slots, before[i]))
     stored = dict[tuple[str, str], float]()
     for effort in EFFORTS:
         stored |= stored_bits(paths, effort)

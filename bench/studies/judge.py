@@ -1,9 +1,9 @@
-"""What the two numbers of a budget say of files, on the slice that a search sees and on held-out data.
+"""Both numbers of a budget for files of increasing loss, on the slice of searches and on held-out data.
 
     python -m bench.studies.judge
 
-Files of the weights of the first cached checkpoints, at fixed settings from mild to aggressive. Both numbers
-of `ckptz.search.budget` are measured for the losses of single answers.
+The files have the weights of the first cached checkpoints, at fixed settings from mild to aggressive. Mean
+change and per-example change of `ckptz.search.budget` are measured on the per-example losses.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ FILES: Final[dict[str, Method]] = {
 
 
 def _losses(task: Task, weights: dict[str, Tensor]) -> list[Measurement]:
-    """Losses of single answers, on the search's slice and on the held-out one."""
+    """Measure the loss of each example on the search slice and on the held-out slice."""
     model = task.model()
     model.load_state_dict(weights)
-    found = (task.answers(model, part, n)["loss"] for part, n in ((SEARCH, REDUCED), (HELD_OUT, None)))
-    return [Measurement("loss", losses.double().numpy(), lower_is_better=True) for losses in found]
+    slices = (task.answers(model, part, n)["loss"] for part, n in ((SEARCH, REDUCED), (HELD_OUT, None)))
+    return [Measurement("loss", losses.double().numpy(), lower_is_better=True) for losses in slices]
 
 
-def _mean(judged: Judgement) -> str:
-    return f"{judged.mean_change:+.2%} ({judged.standard_error:.2%})"
+def _mean(judgement: Judgement) -> str:
+    return f"{judgement.mean_change:+.2%} ({judgement.standard_error:.2%})"
 
 
 def rows_of(task: Task) -> Iterator[Row]:
-    """One row a file."""
+    """Yield a row for each file."""
     weights = weights_of(Run(task).state(0))
     exact = _losses(task, weights)
     for name, method in FILES.items():
@@ -56,8 +56,8 @@ def rows_of(task: Task) -> Iterator[Row]:
             plain, packed = Path(folder, "weights.safetensors"), Path(folder, "weights.ckptz")
             save_file(weights, plain)
             (report,) = ckptz.compress([plain], packed, config=method)
-            found = _losses(task, dict(load_file(packed)))
-        search, held_out = (judge(ONE_PERCENT, *pair) for pair in zip(exact, found, strict=True))
+            losses = _losses(task, dict(load_file(packed)))
+        search, held_out = (judge(ONE_PERCENT, *pair) for pair in zip(exact, losses, strict=True))
         changes = f"{search.example_change:.2%} / {held_out.example_change:.2%}"
         yield {
             "task": task.name,
@@ -71,7 +71,7 @@ def rows_of(task: Task) -> Iterator[Row]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser_of(__doc__).parse_args()
     torch.set_num_threads(N_THREADS)
     rows: list[Row] = []

@@ -1,18 +1,18 @@
-"""Measures both numbers of a budget at each restart of a run, and how the run ends.
+"""Measure both numbers of a budget at each restart of a run, and the loss at its end.
 
     python -m bench.studies.judged_restarts --task NAME ... --arm NAME ... [--seeds N ...] [--report]
 
-Weights are lossy, moments exact. A run saves where it restarts, and at its start. At each restart the losses
-of single answers are measured before it and after it, on the slice that searches see and on held-out data,
-and both numbers of `ckptz.search.budget` are taken of them; rows show their means over the restarts. In the
-end loss and accuracy on held-out data are compared with those of the uninterrupted run. "disturbed by 2^-20"
-is chance: an uninterrupted run from a first state whose weights are moved by so much of each one's size.
+Weights are lossy, moments exact. A run saves at its start and wherever it restarts. The per-example losses
+before and after each restart are measured on the slice that searches see and on held-out data. Rows have the
+means over all restarts of both numbers of `ckptz.search.budget`: mean change and per-example change. At the
+end, loss and accuracy on held-out data are compared with the uninterrupted run. "disturbed by 2^-20" shows
+the effect of chance: an uninterrupted run from a first state with noise of 2^-20 of each weight.
 
     fine-tune, foreign, language, image    see bench.studies.restarts; 9, 9, 10 and 10 restarts
     encoder                                see bench.studies.encoder; 10 restarts
 
-A row is appended to results/judged_restarts.csv as soon as its run has ended; --report sorts them. Ratios
-are of fp32 weights to the files of weights, the full file included; files of moments are not counted.
+A row is appended to results/judged_restarts.csv at the end of its run; --report sorts the rows. Ratios are
+fp32 weights / files of weights, including the full file; files of moments are not counted.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from ckptz.search.budget import Judgement, Measurement, judge
 
 NAME: Final = "judged_restarts"
 PARTS: Final = (SEARCH, HELD_OUT)
-N_BATCHES: Final = 2  # of a slice, for searches and at each restart; the end is measured on all
-LEAST: Final = 2.0**-20  # of a weight, the disturbance that shows chance
+N_BATCHES: Final = 2  # batches of a slice in searches and at each restart; the end is measured on all
+NOISE: Final = 2.0**-20  # standard deviation relative to each weight, in the rows that show chance
 METHODS: Final[Mapping[str, Method]] = {"k-means": KMeans(), "grid": Grid(moments=None)}
 ARMS: Final[Mapping[str, Arm]] = {
     **{f"k-means, {n} levels": Arm(config=KMeans(levels=n)) for n in (32, 16, 8, 6)},
@@ -58,15 +58,15 @@ CHANCE: Final = "disturbed by 2^-20"
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A run that restarts: what its files took, and what was measured at each restart."""
+    """Sizes of the files of a run, and the judgements at its restarts."""
 
-    sizes: list[int] = field(default_factory=list)  # bytes of the weights of each file
+    sizes: list[int] = field(default_factory=list)  # bytes of the weights in each file
     n_trials: list[int] = field(default_factory=list)
-    judged: Mapping[str, list[Judgement]] = field(default_factory=lambda: {part: [] for part in PARTS})
+    judgements: Mapping[str, list[Judgement]] = field(default_factory=lambda: {part: [] for part in PARTS})
 
 
 def _losses(task: Task, model: torch.nn.Module) -> dict[str, Measurement]:
-    """Losses of single answers by slice."""
+    """Measure the loss of each example, by slice."""
     return {
         part: Measurement(
             "loss", task.answers(model, part)["loss"].double().cpu().numpy(), lower_is_better=True
@@ -76,7 +76,7 @@ def _losses(task: Task, model: torch.nn.Module) -> dict[str, Measurement]:
 
 
 def _restarted(plan: Plan, arm: Arm, seed: int) -> dict[str, Any]:
-    """Train, save and restart; what the rows need, for the cache."""
+    """Train, save and restart; return the measurements for the cache."""
     task = replace(plan.task, slices=lambda part: plan.task.slices(part)[:N_BATCHES])
     trainer, run = Trainer(task, plan.first(seed)), _Run()
     folder = Path(tempfile.mkdtemp(prefix="ckptz-judged-"))
@@ -93,13 +93,13 @@ def _restarted(plan: Plan, arm: Arm, seed: int) -> dict[str, Any]:
             assert report is not None
             run.sizes.append((folder / f"step-{trainer.step:08d}.ckptz").stat().st_size)
             run.n_trials.append(len(report.search.trials) if report.search else 0)
-            if index in plan.failures:  # a new process goes on
+            if index in plan.failures:  # continue as a new process would
                 exact = _losses(task, trainer.model)
                 saver.close()
                 saver = saver_of(folder, trainer, arm, plan)
                 saver.restore(trainer.step)
-                for part, found in _losses(task, trainer.model).items():
-                    run.judged[part].append(judge(ONE_PERCENT, exact[part], found))
+                for part, losses in _losses(task, trainer.model).items():
+                    run.judgements[part].append(judge(ONE_PERCENT, exact[part], losses))
     finally:
         saver.close()
         shutil.rmtree(folder)
@@ -108,25 +108,25 @@ def _restarted(plan: Plan, arm: Arm, seed: int) -> dict[str, Any]:
         "raw": sum(t.nbytes for t in trainer.model.state_dict().values()),
         "sizes": run.sizes,
         "n_trials": run.n_trials,
-        "changes": {part: [one.example_change for one in found] for part, found in run.judged.items()},
-        "means": {part: [one.mean_change for one in found] for part, found in run.judged.items()},
+        "changes": {part: [j.example_change for j in parts] for part, parts in run.judgements.items()},
+        "means": {part: [j.mean_change for j in parts] for part, parts in run.judgements.items()},
         "loss": end.loss,
         "accuracy": end.accuracy,
     }
 
 
 def _chance(plan: Plan, seed: int) -> dict[str, Any]:
-    """The end of an uninterrupted run from weights that are disturbed by LEAST of each one's size."""
-    trainer = Trainer(plan.task, _moved(plan.first(0), seed))
+    """Train from weights with relative noise, without interruption; return loss and accuracy at the end."""
+    trainer = Trainer(plan.task, _with_noise(plan.first(0), seed))
     trainer.train(plan.lead + plan.task.interval * (plan.n_checkpoints - 1))
     end = trainer.evaluate(HELD_OUT)
     return {"loss": end.loss, "accuracy": end.accuracy}
 
 
-def _moved(state: State, seed: int) -> dict[str, Tensor]:
+def _with_noise(state: State, seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {
-        name: t * (1 + LEAST * torch.randn(t.shape, generator=generator))
+        name: t * (1 + NOISE * torch.randn(t.shape, generator=generator))
         if name.startswith("model.") and t.is_floating_point()
         else t
         for name, t in state.items()
@@ -134,7 +134,7 @@ def _moved(state: State, seed: int) -> dict[str, Tensor]:
 
 
 def row_of(plan: Plan, name: str, seed: int) -> Row:
-    """Measure an arm, unless the cache has it, and make its row."""
+    """Measure an arm, unless it is cached, and build its row."""
     path = folder_of(plan.task) / f"judged-{name.replace(' ', '_')}-{seed}.json"
     is_chance = name == CHANCE
     make = (
@@ -142,22 +142,22 @@ def row_of(plan: Plan, name: str, seed: int) -> Row:
         if is_chance
         else functools.partial(_restarted, plan, ARMS[name], seed)
     )
-    found = remembered(path, make)
+    result = remembered(path, make)
     exact = exact_end(plan, 0 if is_chance else seed)[HELD_OUT]
     row: Row = {"task": plan.task.name, "arm": name, "seed": seed}
     row |= dict.fromkeys(("restarts", "smaller", "deltas", "evaluations", "single changes", "means"), "")
     if not is_chance:
-        sizes, n_trials = found["sizes"], found["n_trials"]
+        sizes, n_trials = result["sizes"], result["n_trials"]
         row["restarts"] = len(plan.failures)
-        row["smaller"] = f"{found['raw'] * len(sizes) / sum(sizes):.1f}x"
-        row["deltas"] = f"{found['raw'] * (len(sizes) - 1) / sum(sizes[1:]):.1f}x"
+        row["smaller"] = f"{result['raw'] * len(sizes) / sum(sizes):.1f}x"
+        row["deltas"] = f"{result['raw'] * (len(sizes) - 1) / sum(sizes[1:]):.1f}x"
         row["evaluations"] = (
             f"{n_trials[0]}, then {statistics.median(n_trials[1:]):g}" if any(n_trials) else ""
         )
-        row["single changes"] = " / ".join(_percent(found["changes"][part], "") for part in PARTS)
-        row["means"] = " / ".join(_percent(found["means"][part], "+") for part in PARTS)
-    row["loss at the end"] = f"{100 * (found['loss'] / exact['loss'] - 1):+.2f} %"
-    row["accuracy, points"] = f"{100 * (found['accuracy'] - exact['accuracy']):+.2f}"
+        row["single changes"] = " / ".join(_percent(result["changes"][part], "") for part in PARTS)
+        row["means"] = " / ".join(_percent(result["means"][part], "+") for part in PARTS)
+    row["loss at the end"] = f"{100 * (result['loss'] / exact['loss'] - 1):+.2f} %"
+    row["accuracy, points"] = f"{100 * (result['accuracy'] - exact['accuracy']):+.2f}"
     return row
 
 
@@ -174,19 +174,19 @@ def _plan(task: str) -> Plan:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = parser_of(__doc__)
     parser.add_argument("--task", nargs="+", choices=[*PLANS, "encoder"], default=["fine-tune", "image"])
     parser.add_argument("--arm", nargs="+", choices=[CHANCE, *ARMS], default=[CHANCE, *ARMS])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--report", action="store_true", help="measure nothing, sort what is there")
-    given = parser.parse_args()
+    parser.add_argument("--report", action="store_true", help="measure nothing, sort the table")
+    options = parser.parse_args()
     torch.set_num_threads(N_THREADS)
-    if not given.report:
-        for task in given.task:
+    if not options.report:
+        for task in options.task:
             plan = _plan(task)
-            for seed in given.seeds:
-                for name in given.arm:
+            for seed in options.seeds:
+                for name in options.arm:
                     row = row_of(plan, name, seed)
                     append_row(NAME, row)
                     print(row, flush=True)

@@ -1,12 +1,12 @@
-"""LoCo's 4-bit gradients against the communication hooks that torch ships: loss and bytes at equal steps.
+"""LoCo's 4-bit gradients against the communication hooks of torch: loss and bytes at equal steps.
 
     python -m bench.studies.loco [--steps N] [--seeds N] [--ranks 2 4] [--report]
 
-A byte-level GPT of 0.2 M parameters learns the standard library's code under DistributedDataParallel over
-gloo, with real messages. Bytes are those that each rank sends in a step: of LoCo counted, of torch's
-hooks by the sizes of their collectives, all-reduce and all-gather taken as rings. Runs are kept in
-bench/.cache/loco. Writes results/loco.csv and loco.json; about half an hour on one core. The
-hooks of torch that quantize (`quantization_hooks`) are missing: those of torch 2.13 fail over gloo.
+A byte-level GPT of 0.2 M parameters is trained on the standard library's source with DistributedDataParallel
+over gloo, with real messages. Bytes are those that each rank sends in a step. LoCo counts them; for torch's
+hooks they are computed from the sizes of the collectives, with all-reduce and all-gather as rings. Runs are
+cached in bench/.cache/loco. Writes results/loco.csv and loco.json; about half an hour on one core. The
+quantizing hooks of torch (`quantization_hooks`) are left out, because those of torch 2.13 fail over gloo.
 """
 
 import argparse
@@ -31,9 +31,9 @@ from bench.core.report import finish
 from bench.core.tiny_gpt import GPTConfig, TinyGPT, batches, loss_of, read_corpus
 from ckptz.wire import LoCo, Tiled, loco_hook
 
-VERSION = 1  # of the experiment: a change makes cached runs stale
+VERSION = 1  # in the cache keys: a new version ignores cached runs
 SHAPE = GPTConfig(n_layers=4, width=64, n_heads=4, context=64)
-BATCH, RATE = 4, 2e-3  # windows of each rank in a step
+BATCH, RATE = 4, 2e-3  # sequences of each rank in a step, learning rate
 WITHIN, FEWER = 0.005, 7.0
 FP32, OURS = "fp32 all-reduce", "LoCo hook, 4 bits"
 
@@ -57,25 +57,25 @@ HOOKS: dict[str, Callable[[], Hook]] = {
 
 
 class Counter:
-    """Bytes that a rank sends through collectives, as rings send them."""
+    """Counts the bytes that a rank sends through collectives, computed as for ring algorithms."""
 
     def __init__(self, n_ranks: int) -> None:
         self._share, self.n_bytes = (n_ranks - 1) / n_ranks, 0.0
         self._n_ranks, self._real = n_ranks, (dist.all_reduce, dist.all_gather)
 
     def all_reduce(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """See `dist.all_reduce`."""
+        """Count and call `dist.all_reduce`."""
         self.n_bytes += 2 * self._share * tensor.nbytes
         return self._real[0](tensor, *args, **kwargs)
 
     def all_gather(self, out: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """See `dist.all_gather`."""
+        """Count and call `dist.all_gather`."""
         self.n_bytes += (self._n_ranks - 1) * tensor.nbytes
         return self._real[1](out, tensor, *args, **kwargs)
 
 
 def train(name: str, n_steps: int, seed: int, rank: int, n_ranks: int) -> dict[str, Any]:
-    """Loss on held-out code after training, and bytes that this rank sent in each step."""
+    """Train as one rank; return the held-out loss, the bytes that this rank sent per step, and all losses."""
     code, held_out = read_corpus()
     torch.manual_seed(seed)
     model = TinyGPT(SHAPE)
@@ -85,8 +85,8 @@ def train(name: str, n_steps: int, seed: int, rank: int, n_ranks: int) -> dict[s
     counter, losses = Counter(n_ranks), []
     with ExitStack() as stack:
         if not isinstance(state, LoCo):
-            for each in ("all_reduce", "all_gather"):
-                stack.enter_context(mock.patch.object(dist, each, getattr(counter, each)))
+            for collective in ("all_reduce", "all_gather"):
+                stack.enter_context(mock.patch.object(dist, collective, getattr(counter, collective)))
         optimizer = torch.optim.AdamW(parallel.parameters(), lr=RATE)
         source = batches(code, batch=BATCH, context=SHAPE.context, seed=100 + rank + 1000 * seed)
         for _ in range(n_steps):
@@ -103,13 +103,13 @@ def train(name: str, n_steps: int, seed: int, rank: int, n_ranks: int) -> dict[s
 
 
 def path_of(name: str, n_steps: int, n_ranks: int, seed: int) -> Path:
-    """The cached run."""
+    """Return the path of a cached run."""
     digest = hashlib.sha256(f"{VERSION}|{name}|{n_steps}|{n_ranks}|{seed}".encode()).hexdigest()[:16]
     return CACHE / "loco" / f"{digest}.json"
 
 
 def work(rank: int, n_ranks: int, n_steps: int, n_seeds: int, store: str) -> None:
-    """All runs that are not in the cache, as one rank."""
+    """Run all training runs that are not cached, as one rank."""
     torch.set_num_threads(1)
     shared = dist.FileStore(store, n_ranks)
     dist.init_process_group("gloo", store=shared, rank=rank, world_size=n_ranks)
@@ -125,12 +125,12 @@ def work(rank: int, n_ranks: int, n_steps: int, n_seeds: int, store: str) -> Non
 
 
 def rows_of(n_steps: int, n_ranks: int, n_seeds: int) -> list[dict[str, object]]:
-    """The table's rows for a number of ranks: means over the seeds that all hooks have."""
+    """Build the rows for a number of ranks: means over the seeds that are cached for all hooks."""
     paths = [{name: path_of(name, n_steps, n_ranks, seed) for name in HOOKS} for seed in range(n_seeds)]
     seeds = [
-        {name: json.loads(path.read_text()) for name, path in each.items()}
-        for each in paths
-        if all(path.exists() for path in each.values())
+        {name: json.loads(path.read_text()) for name, path in by_hook.items()}
+        for by_hook in paths
+        if all(path.exists() for path in by_hook.values())
     ]
     rows: list[dict[str, object]] = []
     for name in HOOKS if seeds else ():
@@ -149,22 +149,22 @@ def rows_of(n_steps: int, n_ranks: int, n_seeds: int) -> list[dict[str, object]]
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--report", action="store_true", help="only from runs in the cache")
-    args = parser.parse_args()
+    parser.add_argument("--report", action="store_true", help="measure nothing, write the cached results")
+    options = parser.parse_args()
     (CACHE / "loco").mkdir(parents=True, exist_ok=True)
     rows = []
-    for n_ranks in args.ranks:
-        if not args.report:
+    for n_ranks in options.ranks:
+        if not options.report:
             with tempfile.TemporaryDirectory() as folder:
-                mp.spawn(work, (n_ranks, args.steps, args.seeds, f"{folder}/store"), n_ranks)
-        rows += rows_of(args.steps, n_ranks, args.seeds)
+                mp.spawn(work, (n_ranks, options.steps, options.seeds, f"{folder}/store"), n_ranks)
+        rows += rows_of(options.steps, n_ranks, options.seeds)
     save_rows("loco", rows)
-    finish("loco", machine(), steps=args.steps)
+    finish("loco", machine(), steps=options.steps)
 
 
 if __name__ == "__main__":

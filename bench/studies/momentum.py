@@ -1,19 +1,20 @@
-"""Measures what a restart costs that loses first moments, and what other ways to store them cost.
+"""Effect of lost or quantized first moments on the loss of restarted runs.
 
     python -m bench.studies.momentum [--task NAME ...] [--arm NAME ...] [--report]
 
-Runs of bench.studies.restarts and bench.studies.encoder, stopped where those stop. At each stop the first
-moments of weights of two or more dimensions are changed in memory, and nothing else is; so a row shows what
-first moments alone do to the loss. The others, second moments and weights, stay exact. Arms:
+The runs and restarts are those of bench.studies.restarts and bench.studies.encoder. At each restart, only
+the first moments of weights of two or more dimensions are changed, in memory; second moments, weights and all
+other tensors stay exact. Arms:
 
-    lost             they begin again from zero
-    moved at once    the same, after weights were moved by all that the lost ones would still have caused:
-                     rate * b1 / (1 - b1) * m / (sqrt(v) + eps), with both bias corrections
-    nearest, 1       levels one root of the second moment apart, with the dead zone of 0.35
-    drawn, STEP      multiples of so many roots, by thresholds that are drawn for each element
+    lost             first moments are set to zero
+    moved at once    first moments are set to zero, and the update that they would still have caused is
+                     applied to the weights: rate * b1 / (1 - b1) * m / (sqrt(v) + eps), with both bias
+                     corrections
+    nearest, 1       rounding to the nearest multiple of the root of the second moment, dead zone 0.35
+    drawn, STEP      stochastic rounding to multiples of STEP times the root of the second moment
 
-Bits are the entropy of the codes of all such elements, one table for each stop. Rows are kept in
-bench/.cache/restarts; --report writes what is there.
+Bits are the entropy of the codes of all changed elements, with one table for each restart. Results are cached
+in bench/.cache/restarts; --report writes the cached results.
 """
 
 from __future__ import annotations
@@ -41,14 +42,15 @@ PLANS: Final = {"language": OTHERS["language"], "fine-tune": fine_tune, "encoder
 
 
 def entropy_bits(codes: Sequence[Tensor]) -> float:
-    """Bits a code, if one table codes all."""
-    counts = np.bincount(torch.cat([one.flatten() for one in codes]).to(torch.int64).add(1 << 20).numpy())
+    """Return the bits per code of an ideal coder with one table for all codes."""
+    values = torch.cat([tensor.flatten() for tensor in codes]).to(torch.int64)
+    counts = np.bincount(values.add(1 << 20).numpy())
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log2(shares)).sum())
 
 
 def change_moments(trainer: Trainer, arm: str, generator: torch.Generator) -> float:
-    """Replace first moments as an arm does, and give the bits of an element."""
+    """Change the first moments of all weight matrices as an arm requires; return the bits per element."""
     codes = []
     with torch.no_grad():
         for group in trainer.optimizer.param_groups:
@@ -58,18 +60,18 @@ def change_moments(trainer: Trainer, arm: str, generator: torch.Generator) -> fl
                 if weight.dim() < 2:
                     continue
                 if arm == AT_ONCE:
-                    weight -= _moves(group, first, root, trainer.step)
+                    weight -= _remaining_update(group, first, root, trainer.step)
                 code = _codes(torch.where(root > 0, first / root, 0.0), arm, generator)
                 codes.append(code)
                 first.copy_(code * root * (_step_of(arm) or 0.0))
     return entropy_bits(codes)
 
 
-def _moves(group: Mapping[str, Any], first: Tensor, root: Tensor, step: int) -> Tensor:
+def _remaining_update(group: Mapping[str, Any], first: Tensor, root: Tensor, step: int) -> Tensor:
     decay, squares_decay = group["betas"]
     unbiased = root / (1 - squares_decay**step) ** 0.5
-    still = group["lr"] * decay / (1 - decay) / (1 - decay**step)
-    return still * first / (unbiased + group["eps"])
+    scale = group["lr"] * decay / (1 - decay) / (1 - decay**step)
+    return scale * first / (unbiased + group["eps"])
 
 
 def _step_of(arm: str) -> float | None:
@@ -86,7 +88,7 @@ def _codes(ratios: Tensor, arm: str, generator: torch.Generator) -> Tensor:
 
 
 def restarted(plan: Plan, arm: str) -> dict[str, Any]:
-    """Quality at the end of a run whose first moments were changed at each stop, and their bits."""
+    """Run a plan with first moments changed at each restart; return bits per element and final quality."""
     trainer, bits, generator = Trainer(plan.task, plan.first(0)), [], torch.Generator().manual_seed(5)
     trainer.train(plan.lead)
     for index in range(plan.n_checkpoints):
@@ -98,18 +100,18 @@ def restarted(plan: Plan, arm: str) -> dict[str, Any]:
 
 
 def row_of(plan: Plan, arm: str, *, only_known: bool) -> Row | None:
-    """Give the row of an arm; None for one that is not known yet."""
+    """Return the row of an arm, or None if it is not cached and `only_known` is set."""
     path = plan.folder / f"momentum-{arm.replace(', ', '_').replace(' ', '_')}.json"
     if only_known and not path.exists():
         return None
-    exact, found = exact_end(plan, 0), remembered(path, functools.partial(restarted, plan, arm))
-    loss = {part: 100 * (found[part]["loss"] / exact[part]["loss"] - 1) for part in (HELD_OUT, SEARCH)}
-    points = 100 * (found[HELD_OUT]["accuracy"] - exact[HELD_OUT]["accuracy"])
+    exact, end = exact_end(plan, 0), remembered(path, functools.partial(restarted, plan, arm))
+    loss = {part: 100 * (end[part]["loss"] / exact[part]["loss"] - 1) for part in (HELD_OUT, SEARCH)}
+    points = 100 * (end[HELD_OUT]["accuracy"] - exact[HELD_OUT]["accuracy"])
     return {
         "run": plan.task.name,
         "first moments": arm,
         "restarts": len(plan.failures),
-        "bits an element": f"{np.mean(found['bits']):.3f}",
+        "bits an element": f"{np.mean(end['bits']):.3f}",
         "loss, held out": f"{loss[HELD_OUT]:+.2f} %",
         "other slice": f"{loss[SEARCH]:+.2f} %",
         "accuracy, points": f"{points:+.2f}",
@@ -117,22 +119,22 @@ def row_of(plan: Plan, arm: str, *, only_known: bool) -> Row | None:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = parser_of(__doc__)
     parser.add_argument("--task", nargs="+", choices=sorted(PLANS), default=list(PLANS))
     parser.add_argument("--arm", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--report", action="store_true", help="measure nothing, write what the cache holds")
-    given = parser.parse_args()
+    parser.add_argument("--report", action="store_true", help="measure nothing, write the cached results")
+    options = parser.parse_args()
     torch.set_num_threads(N_THREADS)
     rows = []
-    for task in given.task:
+    for task in options.task:
         plan = PLANS[task]()
-        for arm in given.arm:
-            row = row_of(plan, arm, only_known=given.report)
+        for arm in options.arm:
+            row = row_of(plan, arm, only_known=options.report)
             if row is not None:
                 rows.append(row)
                 print(row, flush=True)
-    if given.report:
+    if options.report:
         save_rows("momentum", rows)
         finish("momentum", machine(), rows)
 

@@ -1,22 +1,22 @@
-"""Training that restarts from lossy checkpoints, against the same run uninterrupted.
+"""Loss of training runs that restart from lossy checkpoints, compared with the uninterrupted run.
 
     python -m bench.studies.restarts [--task NAME ...] [--arm NAME ...] [--seeds N] [--report] [--quick]
 
-Each arm saves through `ckptz.Checkpointer`, restores the file it has just written at each failure, and trains
-on; so movement that a file loses is lost for good. Everything is counted: the files of weights and of state,
-full file included, against fp32 weights and the optimizer's tensors. Tasks:
+Each arm saves through `ckptz.Checkpointer`, restores the file that it has just written at each restart, and
+continues, so updates that a file loses are lost for good. Ratios are fp32 weights and optimizer tensors /
+all files of weights and state, including the full file. Tasks:
 
     language     3.3 M parameters, AdamW, 14 checkpoints 260 steps apart, 10 restarts
     image        1.2 M parameters, SGD with momentum, 14 checkpoints, 10 restarts
-    fine-tune    the end of the language run goes on with the docstrings of the same files: AdamW with
-                 b2 = 0.999, rate 3e-4 falling to 0, 10 checkpoints 15 steps apart, 9 restarts
-    foreign      the same with another language, the C++ headers that torch brings with it
-    headers      the language run itself, from the start, on these headers
+    fine-tune    the last state of the language run, fine-tuned on the docstrings of the same files: AdamW
+                 with b2 = 0.999, rate 3e-4 falling to 0, 10 checkpoints 15 steps apart, 9 restarts
+    foreign      the fine-tune on another language: the C++ headers in the torch package
+    headers      the language run from scratch on these headers
 
-Seeds above 0 disturb the first state by a hundredth of each tensor's spread, of the exact run as well; the
-row "disturbed, exact" is the end of that exact run against that of seed 0, so what chance alone does. Rows
-are kept in bench/.cache/restarts, so that several processes can take arms; --report writes what is there.
-About 15 CPU minutes an arm of language.
+Seeds above 0 disturb the first state by a hundredth of each tensor's spread, also in the exact run. The row
+"disturbed, exact" compares the end of that exact run with the exact run of seed 0: the effect of chance.
+Results are cached in bench/.cache/restarts, so that several processes can share the arms; --report writes the
+cached results. An arm of language takes about 15 CPU minutes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import shutil
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -76,20 +76,20 @@ Texts = Callable[[], tuple[Tensor, Tensor]]
 FINE_TUNE_RATE, FINE_TUNE_BATCH, FINE_TUNE_EVERY, FINE_TUNE_CHECKPOINTS = 3e-4, 16, 15, 10
 KEEP_ALL: Final = KeepPolicy(last=None, exact=0)
 DISTURBED: Final = "disturbed, exact"
-FINE: Final = 1 / 32  # of a step: far below what could be measured
+FINE: Final = 1 / 32  # of a step: too small to have a measurable effect
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """How checkpoints are stored, and which parts of a state a restart takes from the file.
+    """Settings with which the checkpoints of a run are stored.
 
     Attributes:
-        config: of the Checkpointer.
-        full_every: of the Checkpointer.
-        restores: of the Checkpointer.
-        budget: what a search at each checkpoint keeps, as a relative change of the loss, or None.
-        from_base: whether full files are stored against the weights that training began from.
-        replaced: what stands in for parts of ckptz, by their names: a mechanism that is left out.
+        config: see `Checkpointer`.
+        full_every: see `Checkpointer`.
+        restores: see `Checkpointer`.
+        budget: budget of a search at each checkpoint, a relative change of the loss, or None.
+        from_base: True if full files are stored as deltas to the pretrained weights.
+        replaced: objects of ckptz to patch, by dotted name, to leave out a mechanism.
     """
 
     config: Method
@@ -101,12 +101,12 @@ class Arm:
 
 
 def grid(step: float, second: float = MOMENTS.second_step, first: float = MOMENTS.first_step) -> Grid:
-    """Whole states on a grid of this step."""
+    """Return a config that stores states on a grid of this step."""
     return Grid(step=step, moments=replace(MOMENTS, second_step=second, first_step=first))
 
 
 def _fitted(grid: Any, counted: Any, most: int, levels: LinearTable) -> TensorPlan:
-    """Plan a weight to resume from with fitted levels, as one to ship, instead of multiples of the step."""
+    """Plan a weight with fitted levels, as with purpose="ship", instead of multiples of the step."""
     if grid.fits_levels:
         return encoding_of(grid, counted, most, levels)
     summing = replace(grid, fits_levels=True)
@@ -156,16 +156,16 @@ ARMS: Final[Mapping[str, Arm]] = {
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A task with its checkpoints.
+    """A task with its checkpoints and restarts.
 
     Attributes:
-        task: what is trained.
-        n_checkpoints: of the run.
-        failures: indices of those that training restarts from.
-        start: the state that it begins with, at the first checkpoint; None for the cached run's own.
-        base: the weights that training began from, where that is a fine-tune.
-        jobs: threads that save.
-        lead: steps from the start to the first checkpoint, which the run sees.
+        task: model, data and optimizer.
+        n_checkpoints: number of checkpoints.
+        failures: indices of the checkpoints that training restarts from.
+        start: state at the start of the run; None for the first checkpoint of the cached run.
+        base: file of the pretrained weights of a fine-tune.
+        jobs: number of threads that save.
+        lead: number of steps from the start to the first checkpoint.
     """
 
     task: Task
@@ -177,22 +177,22 @@ class Plan:
     lead: int = 0
 
     def first(self, seed: int) -> State:
-        """The state of the first checkpoint; of seeds above 0 disturbed."""
+        """Return the state at the start, disturbed if the seed is above 0."""
         state = Run(self.task).state(0) if self.start is None else self.start
         return disturbed(state, seed) if seed else state
 
     @property
     def folder(self) -> Path:
-        """Give the folder of the rows."""
+        """Folder of the cached results."""
         return folder_of(self.task)
 
     def end_path(self, seed: int) -> Path:
-        """Give the file of the end of the run that nothing interrupts."""
+        """Return the path of the cached end of the uninterrupted run."""
         return self.folder / f"exact-{seed}.json"
 
 
 def folder_of(task: Task) -> Path:
-    """Make the folder of everything about a task, if it is not there, and give it."""
+    """Return the cache folder of a task, which is created if it is missing."""
     folder = CACHE / "restarts" / task.name
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -203,23 +203,20 @@ def folder_of(task: Task) -> Path:
 
 @functools.cache
 def docstrings() -> tuple[Tensor, Tensor]:
-    """(training bytes, validation bytes) of the docstrings in the corpus, which the base run saw as code."""
-    train, validation = (b"\n\n".join(_prose(bytes(part.numpy()))) for part in read_corpus())
+    """Return (training bytes, validation bytes) of the docstrings in the corpus of the base run."""
+    sources = (bytes(part.numpy()).decode("utf-8", "replace") for part in read_corpus())
+    train, validation = ("\n\n".join(quoted_in(source)).encode() for source in sources)
     return tuple(torch.from_numpy(np.frombuffer(t, np.uint8).copy()) for t in (train, validation))  # type: ignore[return-value]
 
 
-def _prose(source: bytes) -> Iterator[bytes]:
-    return (quoted.encode() for quoted in quoted_in(source.decode("utf-8", "replace")))
-
-
 def quoted_in(source: str) -> list[str]:
-    """Docstrings of more than 200 characters."""
+    """Return the docstrings of more than 200 characters in Python source code."""
     return [quoted for quoted in source.split('"""')[1::2] if len(quoted) > 200]
 
 
 @functools.cache
 def headers() -> tuple[Tensor, Tensor]:
-    """(training bytes, validation bytes) of torch's headers in C++, of which each tenth file validates."""
+    """Return (training bytes, validation bytes) of torch's C++ headers; each tenth file is for validation."""
     root = Path(torch.__file__).parent / "include" / "c10"
     files = [path.read_bytes() for path in sorted(root.rglob("*.h"))]
     parts = ([f for i, f in enumerate(files) if i % 10], files[::10])
@@ -235,12 +232,12 @@ def _tuning_batch(texts: Texts, step: int) -> Batch:
 @functools.cache
 def _tuning_slices(texts: Texts, part: str) -> tuple[Batch, ...]:
     source = batches(texts()[1], batch=32, context=GPT.context, seed=21 if part == SEARCH else 22)
-    found = [next(source) for _ in range(8)]
-    return tuple((tokens[:, :-1], tokens[:, 1:]) for tokens in found)
+    windows = [next(source) for _ in range(8)]
+    return tuple((tokens[:, :-1], tokens[:, 1:]) for tokens in windows)
 
 
 def on_headers() -> Task:
-    """The language run on C++ headers."""
+    """Create the task of the language run on C++ headers."""
     return replace(
         language(),
         name="headers",
@@ -254,7 +251,7 @@ def _tuning_rate(step: int) -> float:
 
 
 def fine_tune(name: str = "fine-tune", texts: Texts = docstrings) -> Plan:
-    """The end of the language run, on other texts: training and validation bytes."""
+    """Plan a fine-tune of the last state of the language run on other texts."""
     base = language()
     task = replace(
         base,
@@ -268,7 +265,7 @@ def fine_tune(name: str = "fine-tune", texts: Texts = docstrings) -> Plan:
     )
     trainer, weights = Trainer(task), weights_of(Run(base).state(N_CHECKPOINTS - 1))
     trainer.model.load_state_dict(weights)
-    trainer.train(1)  # so that there is state of the optimizer
+    trainer.train(1)  # creates the state of the optimizer
     last, lead = FINE_TUNE_CHECKPOINTS - 1, FINE_TUNE_EVERY - 1
     plan = Plan(task, FINE_TUNE_CHECKPOINTS, tuple(range(last)), trainer.state(), lead=lead)
     path = plan.folder / "base.safetensors"
@@ -277,7 +274,7 @@ def fine_tune(name: str = "fine-tune", texts: Texts = docstrings) -> Plan:
 
 
 def toy() -> Plan:
-    """A few steps of a toy, to see that everything runs."""
+    """Plan a few steps of a toy model, to check that everything runs."""
     config = GPTConfig(n_layers=1, width=64, n_heads=2)
     task = replace(language(), name="toy", model=lambda: TinyGPT(config), first_step=4, interval=2)
     trainer = Trainer(task)
@@ -298,7 +295,7 @@ PLANS: Final = {
 
 
 def exact_end(plan: Plan, seed: int) -> dict[str, Any]:
-    """Quality at the last checkpoint of a run that nothing interrupts: a cached one, or one made here."""
+    """Return the quality at the end of the uninterrupted run, which is trained if it is not cached."""
 
     def train() -> dict[str, Any]:
         if plan.start is None and not seed:
@@ -311,13 +308,12 @@ def exact_end(plan: Plan, seed: int) -> dict[str, Any]:
 
 
 def quality(trainer: Trainer) -> dict[str, Any]:
-    """Loss and accuracy on both slices."""
-    found = {part: trainer.evaluate(part) for part in (SEARCH, HELD_OUT)}
-    return {part: {"loss": one.loss, "accuracy": one.accuracy} for part, one in found.items()}
+    """Evaluate loss and accuracy on both slices."""
+    return {part: asdict(trainer.evaluate(part)) for part in (SEARCH, HELD_OUT)}
 
 
 def arm_end(plan: Plan, name: str, seed: int) -> dict[str, Any]:
-    """The same of a run that restarts from files, and their sizes."""
+    """Return the quality at the end of a run that restarts from files, with file sizes and CPU seconds."""
     return remembered(_path(plan, name, seed), lambda: _restarted(plan, ARMS[name], seed))
 
 
@@ -346,7 +342,7 @@ def _restarted(plan: Plan, arm: Arm, seed: int) -> dict[str, Any]:
             weights.append((folder / f"step-{trainer.step:08d}.ckptz").stat().st_size)
             seconds.append(spent)
             n_trials.append(len(report.search.trials) if report.search else 0)
-            if index in plan.failures:  # a new process goes on
+            if index in plan.failures:  # continue as a new process would
                 saver.close()
                 saver = saver_of(folder, trainer, arm, plan)
                 saver.restore(trainer.step)
@@ -366,7 +362,7 @@ def _restarted(plan: Plan, arm: Arm, seed: int) -> dict[str, Any]:
 
 
 def saver_of(folder: Path, trainer: Trainer, arm: Arm, plan: Plan) -> Checkpointer:
-    """Make the Checkpointer of an arm, for what a trainer holds."""
+    """Create the Checkpointer of an arm for the model and optimizer of a trainer."""
     budget = None if arm.budget is None else _budget(trainer.task, arm.budget)
     return Checkpointer(
         folder,
@@ -385,7 +381,7 @@ def saver_of(folder: Path, trainer: Trainer, arm: Arm, plan: Plan) -> Checkpoint
 
 
 def _budget(task: Task, drop: float) -> Budget:
-    """A budget of the losses of single answers, on the slice of searches; `drop` is a share of their mean."""
+    """Create a budget of the per-example losses on the search slice; `drop` is relative to their mean."""
     model = task.model().to(DEVICE)
 
     def measured(state: Mapping[str, Tensor]) -> Tensor:
@@ -399,7 +395,7 @@ def _budget(task: Task, drop: float) -> Budget:
 
 
 def rows_of(plan: Plan, arms: Sequence[str], seed: int, *, only_known: bool) -> Iterator[dict[str, Any]]:
-    """A row for each arm, and one for chance alone; what the cache lacks is measured, or left out."""
+    """Yield a row for each arm, and one for chance; arms that are not cached are measured, or left out."""
     if only_known and not plan.end_path(seed).exists():
         return
     exact = exact_end(plan, seed)
@@ -410,49 +406,44 @@ def rows_of(plan: Plan, arms: Sequence[str], seed: int, *, only_known: bool) -> 
             yield _row(plan, name, seed, arm_end(plan, name, seed), exact)
 
 
-def _row(
-    plan: Plan, arm: str, seed: int, found: Mapping[str, Any], exact: Mapping[str, Any]
-) -> dict[str, Any]:
+def _row(plan: Plan, arm: str, seed: int, end: Mapping[str, Any], exact: Mapping[str, Any]) -> dict[str, Any]:
     row: dict[str, Any] = {"task": plan.task.name, "arm": arm, "seed": seed}
     for part in (HELD_OUT, SEARCH):
-        row[f"loss_change_percent, {part}"] = 100 * (found[part]["loss"] / exact[part]["loss"] - 1)
-    row["accuracy_change_points"] = 100 * (found[HELD_OUT]["accuracy"] - exact[HELD_OUT]["accuracy"])
-    both = [
-        (found.get(f"raw_{what}bytes", math.nan), found.get(f"{what}sizes", [math.nan] * 2))
-        for what in ("", "weight_")
-    ]
-    for what, (raw, sizes) in zip(("state", "weights"), both, strict=True):
-        row[f"{what}_raw_mb"] = raw / 1e6
-        row[f"{what}_ratio_with_full"] = raw * len(sizes) / sum(sizes)
-        row[f"{what}_ratio_of_deltas"] = raw * (len(sizes) - 1) / sum(sizes[1:])
-    encoding, training = (found.get(f"{what}_cpu_s", [math.nan] * 2)[1:] for what in ("encode", "training"))
+        row[f"loss_change_percent, {part}"] = 100 * (end[part]["loss"] / exact[part]["loss"] - 1)
+    row["accuracy_change_points"] = 100 * (end[HELD_OUT]["accuracy"] - exact[HELD_OUT]["accuracy"])
+    for content, prefix in (("state", ""), ("weights", "weight_")):
+        raw, sizes = end.get(f"raw_{prefix}bytes", math.nan), end.get(f"{prefix}sizes", [math.nan] * 2)
+        row[f"{content}_raw_mb"] = raw / 1e6
+        row[f"{content}_ratio_with_full"] = raw * len(sizes) / sum(sizes)
+        row[f"{content}_ratio_of_deltas"] = raw * (len(sizes) - 1) / sum(sizes[1:])
+    encoding, training = (end.get(f"{work}_cpu_s", [math.nan] * 2)[1:] for work in ("encode", "training"))
     row["encode_percent_of_training"] = 100 * float(np.median(encoding) / np.median(training))
-    n_trials = found.get("n_trials", [0])
+    n_trials = end.get("n_trials", [0])
     row["evaluations_of_a_search"] = (
         f"{n_trials[0]}, then {np.median(n_trials[1:]):g}" if any(n_trials) else ""
     )
-    return row | {"n_restarts": found.get("n_restarts", 0)}
+    return row | {"n_restarts": end.get("n_restarts", 0)}
 
 
 def by_seed(rows: Sequence[Row]) -> Iterator[Row]:
-    """Give one row for each task and arm, with the figures of all seeds."""
-    for (task, arm), found in itertools.groupby(rows, key=lambda row: (row["task"], row["arm"])):
-        own = list(found)
-        is_run = bool(own[0]["n_restarts"])
+    """Yield one row for each task and arm, with the numbers of all seeds."""
+    for (task, arm), group in itertools.groupby(rows, key=lambda row: (row["task"], row["arm"])):
+        seeds = list(group)
+        is_run = bool(seeds[0]["n_restarts"])
 
-        def each(name: str, form: str, rows: Sequence[Row] = own) -> str:
+        def each(name: str, form: str, rows: Sequence[Row] = seeds) -> str:
             return " / ".join(format(row[name], form) for row in rows)
 
-        def mean(name: str, rows: Sequence[Row] = own) -> float:
+        def mean(name: str, rows: Sequence[Row] = seeds) -> float:
             return statistics.mean(float(str(row[name])) for row in rows)
 
         yield {
             "run": task,
             "arm": arm,
-            "seeds": ", ".join(str(row["seed"]) for row in own),
+            "seeds": ", ".join(str(row["seed"]) for row in seeds),
             "smaller, with full files": f"{mean('state_ratio_with_full'):.1f}x" if is_run else "",
             "deltas alone": f"{mean('state_ratio_of_deltas'):.1f}x" if is_run else "",
-            "restarts": own[0]["n_restarts"] or "",
+            "restarts": seeds[0]["n_restarts"] or "",
             "loss at the end, %": each("loss_change_percent, held out", "+.2f"),
             "mean": f"{mean('loss_change_percent, held out'):+.2f}",
             "other slice, %": each("loss_change_percent, search", "+.2f"),
@@ -461,25 +452,25 @@ def by_seed(rows: Sequence[Row]) -> Iterator[Row]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = parser_of(__doc__)
     parser.add_argument("--task", nargs="+", choices=sorted(PLANS), default=list(PLANS))
     parser.add_argument("--arm", nargs="+", default=list(ARMS), help="all by default")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--report", action="store_true", help="measure nothing, write what the cache holds")
-    parser.add_argument("--quick", action="store_true", help="a toy, to see that everything runs")
-    given = parser.parse_args()
+    parser.add_argument("--report", action="store_true", help="measure nothing, write the cached results")
+    parser.add_argument("--quick", action="store_true", help="a toy model, to check that everything runs")
+    options = parser.parse_args()
     torch.set_num_threads(N_THREADS)
-    plans = [toy()] if given.quick else [PLANS[name]() for name in given.task]
+    plans = [toy()] if options.quick else [PLANS[name]() for name in options.task]
     rows: list[Row] = []
     for plan in plans:
-        own = []
-        found = (rows_of(plan, given.arm, seed, only_known=given.report) for seed in given.seeds)
-        for row in itertools.chain.from_iterable(found):
-            own.append({key: round(v, 4) if isinstance(v, float) else v for key, v in row.items()})
-            print(own[-1], flush=True)
-        rows += sorted(own, key=lambda row: [DISTURBED, *given.arm].index(str(row["arm"])))
-    if given.report:
+        plan_rows = []
+        for seed in options.seeds:
+            for row in rows_of(plan, options.arm, seed, only_known=options.report):
+                plan_rows.append({key: round(v, 4) if isinstance(v, float) else v for key, v in row.items()})
+                print(plan_rows[-1], flush=True)
+        rows += sorted(plan_rows, key=lambda row: [DISTURBED, *options.arm].index(str(row["arm"])))
+    if options.report:
         save_rows("restarts", rows)
         save_rows("restarts_by_seed", list(by_seed(rows)))
         finish("restarts", machine())

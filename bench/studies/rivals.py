@@ -1,8 +1,8 @@
-"""Other ways to store training states, re-implemented from their papers, to compare ckptz with.
+"""Published methods of storing training states, re-implemented from their papers for comparison with ckptz.
 
-Every rival takes a state of arrays and, where it stores differences, what it restored last; it returns real
-bytes and what a reader would get. Byte streams go through LZMA, as ExCP sends its own through 7-Zip; where
-a paper codes by Huffman, that only helps it. None of this is part of ckptz.
+Each rival stores a state of arrays, if it stores differences with the last restored state as the base, and
+returns the number of bytes and the restored arrays. Byte streams are compressed by LZMA, as ExCP uses 7-Zip;
+for papers that use Huffman coding, LZMA is an advantage. ckptz does not use this code.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ LZMA_PRESET: Final = 6
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One checkpoint of a rival.
+    """One stored checkpoint of a rival.
 
     Attributes:
-        weight_bytes: of the weights; float tensors of one dimension and integers included.
-        moment_bytes: of the optimizer's tensors.
-        restored: by name.
+        weight_bytes: bytes of the weights, including vectors and integers.
+        moment_bytes: bytes of all other tensors, mainly the optimizer's.
+        restored: arrays that a reader gets, by name.
     """
 
     weight_bytes: int
@@ -39,55 +39,55 @@ class Stored:
 
     @property
     def n_bytes(self) -> int:
-        """Of the whole state."""
+        """Bytes of all tensors."""
         return self.weight_bytes + self.moment_bytes
 
 
 class Rival(Protocol):
-    """A way to store a run's checkpoints one after another."""
+    """A method that stores the checkpoints of a run in order."""
 
     @property
     def name(self) -> str: ...
 
     def store(self, state: Arrays, before: Arrays | None) -> Stored:
-        """One checkpoint, against what was restored of the one before it."""
+        """Store a checkpoint; `before` has the restored arrays of the previous checkpoint, if any."""
         ...
 
 
 def packed(values: Array) -> int:
-    """Bytes of an array through LZMA."""
+    """Return the bytes of an array after LZMA."""
     return len(lzma.compress(np.ascontiguousarray(values).tobytes(), preset=LZMA_PRESET))
 
 
 def parameters_of(state: Arrays) -> list[str]:
-    """Names of parameters, without a prefix."""
+    """Return the names of the parameters without prefix."""
     prefix = WEIGHT.format("")
     return [name.removeprefix(prefix) for name in state if name.startswith(prefix)]
 
 
 def is_matrix(tensor: Array) -> bool:
-    """Whether a tensor is worth a codebook; all rivals keep others as they are."""
+    """Return whether a tensor is a float matrix; all rivals store other tensors without loss."""
     return tensor.ndim > 1 and tensor.dtype.kind == "f"
 
 
 class _Ledger:
-    """Adds up what is stored, by kind, and collects what is restored."""
+    """Sums the bytes of weights and of moments, and collects the restored tensors."""
 
     def __init__(self) -> None:
         self.restored: dict[str, Array] = {}
         self._bytes = {True: 0, False: 0}
 
     def add(self, name: str, restored: Array, n_bytes: int) -> None:
-        """One tensor."""
+        """Add a restored tensor and its bytes."""
         self.restored[name] = restored
         self._bytes[name.startswith(WEIGHT.format(""))] += n_bytes
 
     def keep(self, name: str, tensor: Array) -> None:
-        """One tensor as it is."""
+        """Add a tensor that is stored without loss."""
         self.add(name, tensor, packed(tensor))
 
     def finish(self, state: Arrays) -> Stored:
-        """Everything; what was not mentioned is kept as it is."""
+        """Store all tensors that were not added without loss, and return the checkpoint."""
         for name in state:
             if name not in self.restored:
                 self.keep(name, state[name])
@@ -96,7 +96,7 @@ class _Ledger:
 
 # --- ExCP, arXiv 2406.11257 ---------------------------------------------------------------------
 
-EXCP_LEVELS: Final = 15  # beside zero: four bits a code
+EXCP_LEVELS: Final = 15  # and zero, so four bits per code
 EXCP_WEIGHT_SCALE, EXCP_WEIGHT_CAP = 5e-5, 2.5
 EXCP_MOMENT_SCALE: Final = 2.0
 LLOYD_ROUNDS: Final = 30
@@ -104,11 +104,11 @@ LLOYD_ROUNDS: Final = 30
 
 @dataclass(frozen=True, slots=True)
 class ExCP:
-    """Residuals and moments pruned together, 15 centroids and zero, two codes a byte.
+    """Joint pruning of residuals and moments, then 15 centroids and zero, two codes per byte.
 
-    A residual to the last restored weights is pruned below min(2.5, 5e-5 / sqrt(mean(exp_avg_sq))) times the
-    median of its magnitudes; moments are kept where the residual is and |exp_avg| exceeds twice its mean. The
-    first checkpoint is kept whole, as in the published code.
+    Residuals to the last restored weights are pruned below min(2.5, 5e-5 / sqrt(mean(exp_avg_sq))) times
+    their median magnitude. Moments are kept where the residual is kept and |exp_avg| exceeds twice its mean.
+    The first checkpoint is stored without loss, as in the published code.
     """
 
     name: str = "ExCP's rule"
@@ -134,7 +134,7 @@ class ExCP:
 
 
 def _clustered(tensor: Floats, is_kept: NDArray[np.bool_]) -> tuple[Floats, int]:
-    """The tensor by centroids where it is kept and zero elsewhere, and the bytes of its codes."""
+    """Quantize the kept elements to centroids, set the others to zero; return the tensor and its bytes."""
     values = tensor[is_kept]
     codes = np.zeros(tensor.shape, np.uint8)
     centroids = lloyd(values, EXCP_LEVELS)
@@ -145,7 +145,7 @@ def _clustered(tensor: Floats, is_kept: NDArray[np.bool_]) -> tuple[Floats, int]
 
 
 def lloyd(values: Floats, n_levels: int) -> NDArray[np.float64]:
-    """Centroids of one-dimensional k-means, ascending, begun at quantiles."""
+    """Return ascending centroids of one-dimensional k-means (Lloyd's algorithm, initialized at quantiles)."""
     if not len(values):
         return np.zeros(1)
     ordered = np.sort(values.astype(np.float64))
@@ -161,7 +161,7 @@ def lloyd(values: Floats, n_levels: int) -> NDArray[np.float64]:
 
 
 def nearest(values: Floats, centroids: NDArray[np.float64]) -> NDArray[np.uint8]:
-    """Index of the nearest centroid."""
+    """Return the index of the nearest centroid of each value."""
     return np.searchsorted((centroids[1:] + centroids[:-1]) / 2, values).astype(np.uint8)
 
 
@@ -172,7 +172,7 @@ BLOCK: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class Int8Blocks:
-    """Every tensor in 8 bits with a scale for each block; second moments by their roots, never zero."""
+    """8 bits per element and a scale per block; of second moments the roots, positive ones never to zero."""
 
     name: str = "int8 blocks"
 
@@ -189,11 +189,11 @@ class Int8Blocks:
 def _in_blocks(tensor: Floats, *, is_second: bool) -> tuple[Floats, int]:
     flat = np.sqrt(tensor.ravel()) if is_second else tensor.ravel()
     blocks = np.append(flat, np.zeros(-len(flat) % BLOCK, np.float32)).reshape(-1, BLOCK)
-    most = 255 if is_second else 127
-    scales = np.maximum(np.abs(blocks).max(axis=1, keepdims=True) / most, np.float32(1e-30))
+    max_code = 255 if is_second else 127
+    scales = np.maximum(np.abs(blocks).max(axis=1, keepdims=True) / max_code, np.float32(1e-30))
     codes = np.rint(blocks / scales)
     if is_second:
-        codes = np.where(blocks > 0, np.maximum(codes, 1), codes)  # a zero would make the next step explode
+        codes = np.where(blocks > 0, np.maximum(codes, 1), codes)  # zero would cause a huge next update
     restored = (codes * scales).ravel()[: len(flat)].reshape(tensor.shape).astype(np.float32)
     n_bytes = packed(codes.astype(np.uint8 if is_second else np.int8)) + scales.nbytes
     return np.square(restored) if is_second else restored, n_bytes

@@ -1,10 +1,10 @@
-"""The guided search against every setting: how many evaluations it takes, and how near its file is.
+"""The guided search against an exhaustive search: number of evaluations, and size of the best file.
 
     python -m bench.studies.search
 
-The first checkpoint of the cached runs, weights alone, k-means: the answers on a reduced slice may change by
-the relative budget. The language model's sensitivity comes from Adam's second moments, the image
-model's from the averaged gradients of `ckptz.hooks.SensitivityTracker`.
+Both search the k-means settings for the weights of the first checkpoint of the cached runs, within a relative
+budget on a reduced slice of the evaluation data. The sensitivity of the language model comes from Adam's
+second moments, that of the image model from averaged gradients (`ckptz.hooks.SensitivityTracker`).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from ckptz.state.roles import role_of
 from ckptz.torch import load_file
 
 BUDGETS: Final = (0.05, 0.01)
-REDUCED: Final = 1  # batches of the evaluation set that every setting is measured on
+REDUCED: Final = 1  # evaluation batches on which every setting is measured
 MAX_SIZE_EXCESS, MAX_SHARE_OF_CUBE = 0.02, 0.25
 
 
 class WeightQuality:
-    """Quality of named weights on the reduced slice, as a budget wants it."""
+    """Evaluation function of a budget: quality of weights by name on the reduced slice."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -44,35 +44,35 @@ class WeightQuality:
         self.data_digest = f"{task.name}, {SEARCH}"
 
     def __call__(self, state: Mapping[str, Tensor]) -> Tensor:
-        """The budgeted measure of each answer [n]."""
+        """Return the budgeted measure of each example [n]."""
         self.model.load_state_dict(state)
         return self.task.answers(self.model, SEARCH, REDUCED)[self.metric]
 
 
 def budget_of(task: Task, max_drop: float) -> Budget:
-    """A relative budget for the task's measure."""
-    # The results were measured with this rule, and every file that it accepts is recorded with its change.
+    """Create a relative budget for the budgeted measure of a task."""
+    # Searches accept unsure files: the change of each file is recorded, and compared with the budgets later.
     return Budget(WeightQuality(task), max_drop, lower_is_better=task.budgeted == "loss", allow_unsure=True)
 
 
 def every(task: Task, budget: float) -> dict[str, Any]:
-    """Try all settings that prune by magnitude at the first checkpoint, each as its own file."""
+    """Write and evaluate a file of the first checkpoint with each setting that prunes by magnitude."""
     state, quality = weights_of(Run(task).state(0)), WeightQuality(task)
     limit, exact = Limit(budget, True, allow_unsure=True), budget_of(task, budget).read(quality(state))
     layer_types = {
         role_of(name, tuple(t.shape), t.is_floating_point()).layer_type for name, t in state.items()
     }
     (cube,) = KMeans.reference().cubes(["magnitude"], layer_types, is_ranked=True)
-    found = []
+    trials = []
     with tempfile.TemporaryDirectory() as folder:
         plain, packed = Path(folder, "weights.safetensors"), Path(folder, "weights.ckptz")
         save_file(state, plain)
         for config in sorted(set(map(cube.config, cube.points)), key=repr):
             (report,) = ckptz.compress([plain], packed, config=config, force=True, **_guides(task))
-            found_here = budget_of(task, budget).read(quality(load_file(packed)))
-            judgement = asdict(judge(limit, exact, found_here))
-            found.append({"n_bytes": report.stored_bytes, "judgement": judgement})
-    return {"budget": budget, "trials": found}
+            measurement = budget_of(task, budget).read(quality(load_file(packed)))
+            judgement = asdict(judge(limit, exact, measurement))
+            trials.append({"n_bytes": report.stored_bytes, "judgement": judgement})
+    return {"budget": budget, "trials": trials}
 
 
 def _guides(task: Task) -> dict[str, Path]:
@@ -81,7 +81,7 @@ def _guides(task: Task) -> dict[str, Path]:
 
 
 def guided(task: Task, budget: float) -> dict[str, Any]:
-    """List what a search that prunes by magnitude tries at the first checkpoint; nothing is written."""
+    """List the trials of a guided search that prunes by magnitude at the first checkpoint; write no file."""
     search = SearchOptions(
         template=KMeans.reference(),
         budgets=(budget_of(task, budget),),
@@ -92,30 +92,30 @@ def guided(task: Task, budget: float) -> dict[str, Any]:
         plain = Path(folder, "weights.safetensors")
         save_file(weights_of(Run(task).state(0)), plain)
         (report,) = ckptz.compress([plain], Path(folder, "unused.ckptz"), search=search, **_guides(task))
-    found = [{"n_bytes": t.n_bytes, "judgement": asdict(t.judgements[0])} for t in report.search.trials]
-    print(f"{task.name}, guided search at {budget:g}: {len(found)} evaluations", flush=True)
-    return {"budget": budget, "trials": found}
+    trials = [{"n_bytes": t.n_bytes, "judgement": asdict(t.judgements[0])} for t in report.search.trials]
+    print(f"{task.name}, guided search at {budget:g}: {len(trials)} evaluations", flush=True)
+    return {"budget": budget, "trials": trials}
 
 
 def least(searched: Mapping[str, Any], budget: float) -> int:
-    """Bytes of the smallest trial within a budget, which may be another than the search was made for."""
+    """Return the bytes of the smallest trial within `budget`, which may differ from the search's budget."""
     return min(t["n_bytes"] for t in searched["trials"] if keeps(t["judgement"], budget))
 
 
 def keeps(judgement: Mapping[str, Any], budget: float) -> bool:
-    """Whether a trial keeps a budget; what is not finite keeps none."""
+    """Return whether a trial is within a budget; numbers that are not finite (None) exceed it."""
     numbers = [judgement[name] for name in ("mean_change", "standard_error", "example_change")]
     return None not in numbers and share_used(*numbers, Limit(budget, True, allow_unsure=True)) <= 1
 
 
 def rows_of(task: Task) -> Iterator[Row]:
-    """One row a budget."""
+    """Yield a row for each budget."""
     folder = folder_of(task)
-    all_found = remembered(folder / "every.json", lambda: every(task, BUDGETS[0]))
+    exhaustive = remembered(folder / "every.json", lambda: every(task, BUDGETS[0]))
     for budget in BUDGETS:
         searched = remembered(folder / f"guided-{budget:g}.json", lambda b=budget: guided(task, b))
-        excess = least(searched, budget) / least(all_found, budget) - 1
-        n_guided, n_every = len(searched["trials"]), len(all_found["trials"])
+        excess = least(searched, budget) / least(exhaustive, budget) - 1
+        n_guided, n_every = len(searched["trials"]), len(exhaustive["trials"])
         most = MAX_SHARE_OF_CUBE * n_every
         yield {
             "task": task.name,
@@ -129,7 +129,7 @@ def rows_of(task: Task) -> Iterator[Row]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser_of(__doc__).parse_args()
     torch.set_num_threads(N_THREADS)
     rows: list[Row] = []

@@ -1,11 +1,11 @@
-"""Searches with few examples: how often the measured change of the file exceeds its limit.
+"""Searches with few examples: how often the measured loss change of the file exceeds the limit.
 
     python -m bench.studies.small_samples
 
-A GPT of 0.1 M parameters is trained for 150 steps. For each number of examples, which are losses of
-single bytes of validation text, five samples are drawn, and a grid is searched for each at a budget of
-0.5 %: with the default rule and with `allow_unsure`. A file is *beyond its limit* if its mean on the sample
-changed by more than the budget. *Held out* is the change of the mean on 16,384 other bytes.
+A GPT of 0.1 M parameters is trained for 150 steps. An example is the loss of one byte of validation text.
+For each number of examples, five samples are drawn, and a file is searched for each at a budget of 0.5 %,
+with the default rule and with `allow_unsure`. A file is *beyond the limit* if its mean loss on the sample
+changed by more than the budget. *Held out* is the change of the mean loss on 16,384 other bytes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ State = Mapping[str, Tensor]
 
 
 def trained(data: Tensor) -> TinyGPT:
-    """Train the model."""
+    """Train the model on a text, uint8 [n]."""
     torch.manual_seed(0)
     model = TinyGPT(MODEL)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
@@ -49,18 +49,18 @@ def trained(data: Tensor) -> TinyGPT:
 
 
 def losses_of(state: State, data: Tensor, n_batches: int) -> Tensor:
-    """Return the loss of each byte of fixed validation batches, for weights by name."""
+    """Return the loss of each byte [n] of fixed validation batches, for weights by name."""
     model = TinyGPT(MODEL)
     model.load_state_dict(state)
     return token_losses(model, data, n_batches=n_batches)
 
 
 def searched(plain: Path, data: Tensor, n: int, *, allow_unsure: bool) -> list[tuple[float, float]]:
-    """Return the change of the mean on the sample and on held-out bytes, for each sample of `n` bytes."""
+    """Search with each sample of `n` bytes; return mean changes on the sample and on held-out bytes."""
     exact, changes = losses_of(load_plain(plain), data, 6), []
     for seed in range(N_SAMPLES):
-        places = torch.randperm(2 * 32 * MODEL.context, generator=torch.Generator().manual_seed(seed))[:n]
-        quality = lambda state, places=places: losses_of(state, data, 2)[places]  # noqa: E731
+        sample = torch.randperm(2 * 32 * MODEL.context, generator=torch.Generator().manual_seed(seed))[:n]
+        quality = lambda state, sample=sample: losses_of(state, data, 2)[sample]  # noqa: E731
         budget = ckptz.Budget(quality, BUDGET, allow_unsure=allow_unsure)
         output = plain.with_name("out.ckptz")
         (report,) = ckptz.compress(plain, output, budget=budget, force=True)
@@ -68,7 +68,7 @@ def searched(plain: Path, data: Tensor, n: int, *, allow_unsure: bool) -> list[t
         held_out = slice(2 * 32 * MODEL.context, None)
         changes.append(
             (
-                float(restored[places].mean() / exact[places].mean() - 1),
+                float(restored[sample].mean() / exact[sample].mean() - 1),
                 float(restored[held_out].mean() / exact[held_out].mean() - 1),
             )
         )
@@ -77,22 +77,22 @@ def searched(plain: Path, data: Tensor, n: int, *, allow_unsure: bool) -> list[t
 
 
 def row(n: int, plain: Path, data: Tensor, *, allow_unsure: bool) -> Row:
-    """Sum up the searches with one number of examples under one rule."""
+    """Build the row of all searches with `n` examples under one rule."""
     changes = searched(plain, data, n, allow_unsure=allow_unsure)
     return {
         "examples": n,
         "rule": "--allow-unsure" if allow_unsure else "default",
         "searches": len(changes),
-        "beyond the limit, exit code 0": sum(abs(own) > BUDGET for own, _ in changes),
-        "without loss, exit code 6": sum(own == 0 for own, _ in changes),
-        "largest change": f"{100 * max(abs(own) for own, _ in changes):.2f} %",
-        "held out, mean": f"{100 * statistics.mean(abs(other) for _, other in changes):.2f} %",
-        "held out, largest": f"{100 * max(abs(other) for _, other in changes):.2f} %",
+        "beyond the limit, exit code 0": sum(abs(change) > BUDGET for change, _ in changes),
+        "without loss, exit code 6": sum(change == 0 for change, _ in changes),
+        "largest change": f"{100 * max(abs(change) for change, _ in changes):.2f} %",
+        "held out, mean": f"{100 * statistics.mean(abs(change) for _, change in changes):.2f} %",
+        "held out, largest": f"{100 * max(abs(change) for _, change in changes):.2f} %",
     }
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser_of(__doc__).parse_args()
     train, validation = read_corpus()
     with tempfile.TemporaryDirectory(prefix="ckptz-samples-") as folder:

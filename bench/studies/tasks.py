@@ -1,9 +1,9 @@
-"""The two models of the studies: a language model with AdamW and an image model with SGD momentum.
+"""The two tasks of the studies: a language model with AdamW and an image model with SGD momentum.
 
-A task is its model, its optimizer, its learning rate, the batch of every step and the measure of its quality.
-Batches and evaluation data depend on a fixed seed and on the step alone, so that training can go on from any
-checkpoint. Nothing is downloaded: the text is the standard library's source, the images are characters of
-matplotlib's fonts, distorted and noisy.
+A task has a model, an optimizer, a learning-rate schedule, the batch of each step and evaluation data.
+Batches and evaluation data depend only on a fixed seed and the step, so that training can resume from any
+checkpoint. Nothing is downloaded: the text is the source of Python's standard library, and the images are
+distorted, noisy characters of matplotlib's fonts.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from torch.nn import functional
 
 from bench.core.tiny_gpt import GPTConfig, TinyGPT, batches, read_corpus
 
-SEARCH, HELD_OUT = "search", "held out"  # the two slices that quality is measured on
+SEARCH, HELD_OUT = "search", "held out"  # the two slices of the evaluation data
 MODEL_SEED, DATA_SEED = 0, 1
 Batch = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quality:
-    """What an evaluation measures.
+    """Result of an evaluation.
 
     Attributes:
         loss: mean cross entropy in nats.
-        accuracy: share of right answers.
+        accuracy: share of correct answers, 0 to 1.
     """
 
     loss: float
@@ -43,19 +43,19 @@ class Quality:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One model and everything that its training needs.
+    """A model with its training and evaluation.
 
     Attributes:
         name: key of the cache and of the tables.
-        budgeted: field of `Quality` that the budget of a search is about.
+        budgeted: field of `Quality` that the budget of a search limits.
         moments: names of the optimizer's tensors.
-        first_step: step of the first checkpoint, behind the steep start of the loss.
-        interval: steps between two checkpoints.
-        model: makes the model before step 0.
-        optimizer: makes its optimizer.
-        rate: learning rate of a step.
-        batch: (inputs, targets) of a training step.
-        slices: evaluation batches of a slice, of which the first is the reduced set.
+        first_step: step of the first checkpoint, after the steep initial fall of the loss.
+        interval: number of steps between two checkpoints.
+        model: creates the model before step 0.
+        optimizer: creates the optimizer of a model.
+        rate: returns the learning rate of a step.
+        batch: returns (inputs, targets) of a training step.
+        slices: returns the evaluation batches of a slice.
     """
 
     name: str
@@ -70,43 +70,41 @@ class Task:
     slices: Callable[[str], Sequence[Batch]]
 
     def step_of(self, index: int) -> int:
-        """Step of a checkpoint, counted from 0."""
+        """Return the step of a checkpoint; indices count from 0."""
         return self.first_step + index * self.interval
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Mean cross entropy of a batch in nats."""
+        """Return the mean cross entropy of a batch in nats."""
         inputs, targets = placed(batch, model)
         return functional.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
 
     def evaluate(self, model: nn.Module, part: str, n_batches: int | None = None) -> Quality:
-        """Quality on a slice, or on its first `n_batches`; leaves the model as it was."""
-        means = {
-            name: float(found.double().mean()) for name, found in self.answers(model, part, n_batches).items()
-        }
-        return Quality(**means)
+        """Evaluate a model on a slice, or on its first `n_batches` batches."""
+        answers = self.answers(model, part, n_batches)
+        return Quality(**{name: float(values.double().mean()) for name, values in answers.items()})
 
     @torch.no_grad()
     def answers(self, model: nn.Module, part: str, n_batches: int | None = None) -> dict[str, Tensor]:
-        """Loss of each answer, and 1 or 0 for right or wrong, [n], by fields of `Quality`; see `evaluate`."""
+        """Return the loss of each answer [n] and whether it is correct [n], by the fields of `Quality`."""
         model.eval()
-        found: dict[str, list[Tensor]] = {"loss": [], "accuracy": []}
+        answers: dict[str, list[Tensor]] = {"loss": [], "accuracy": []}
         for batch in self.slices(part)[:n_batches]:
             inputs, targets = placed(batch, model)
-            logits, wanted = model(inputs).flatten(0, -2), targets.flatten()
-            found["loss"].append(functional.cross_entropy(logits, wanted, reduction="none"))
-            found["accuracy"].append(logits.argmax(1) == wanted)
+            logits, labels = model(inputs).flatten(0, -2), targets.flatten()
+            answers["loss"].append(functional.cross_entropy(logits, labels, reduction="none"))
+            answers["accuracy"].append(logits.argmax(1) == labels)
         model.train()
-        return {name: torch.cat(values) for name, values in found.items()}
+        return {name: torch.cat(values) for name, values in answers.items()}
 
 
 def placed(batch: Batch, model: nn.Module) -> Batch:
-    """Move a batch to where a model is."""
+    """Move a batch to the device of a model."""
     device = next(model.parameters()).device
     return batch[0].to(device), batch[1].to(device)
 
 
 def warmup_cosine(peak: float, n_warmup: int, n_steps: int) -> Callable[[int], float]:
-    """Learning rate by step: linear warm-up, then a cosine to a tenth of the peak."""
+    """Return a schedule: linear warm-up, then cosine decay to a tenth of the peak at step `n_steps`."""
 
     def rate(step: int) -> float:
         if step < n_warmup:
@@ -133,16 +131,20 @@ def _pair(tokens: Tensor) -> Batch:
 
 
 def text_batch(text: Tensor, step: int) -> Batch:
-    """The batch of a training step on a text."""
+    """Return the batch of a training step from a text, uint8 [n]."""
     source = batches(text, batch=GPT_BATCH, context=GPT.context, seed=DATA_SEED, start=step)
     return _pair(next(source))
 
 
 def text_slices(text: Tensor, part: str) -> tuple[Batch, ...]:
-    """Each slice is one half of the validation files, so the second shares no file but one with the first."""
+    """Return evaluation batches from one half of the validation text; the halves share at most one file."""
     half = len(text) // 2
-    own = text[:half] if part == SEARCH else text[half:]
-    source = batches(own, batch=GPT_EVAL_BATCH, context=GPT.context, seed=7)
+    source = batches(
+        text[:half] if part == SEARCH else text[half:],
+        batch=GPT_EVAL_BATCH,
+        context=GPT.context,
+        seed=7,
+    )
     return tuple(_pair(next(source)) for _ in range(GPT_EVAL_BATCHES))
 
 
@@ -151,7 +153,7 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def language() -> Task:
-    """A byte-level GPT of 3.3 M parameters with AdamW."""
+    """Create the task of a byte-level GPT of 3.3 M parameters with AdamW."""
     return Task(
         name="language",
         budgeted="loss",
@@ -168,7 +170,7 @@ def language() -> Task:
 
 # --- images -------------------------------------------------------------------------------------
 
-Drawn = Callable[[], tuple[Tensor, Tensor]]
+Glyphs = Callable[[], tuple[Tensor, Tensor]]  # training and evaluation glyphs, see `distorted`
 CHARACTERS: Final = string.digits + string.ascii_letters
 FONTS: Final = (
     *("DejaVuSans", "DejaVuSans-Bold", "DejaVuSans-Oblique", "DejaVuSans-BoldOblique"),
@@ -179,14 +181,14 @@ FONTS: Final = (
 )
 GLYPH_SIZE, IMAGE_SIZE = 40, 16  # pixels of a side
 IMAGE_BATCH, IMAGE_EVAL_BATCH, IMAGE_EVAL_BATCHES = 64, 512, 4
-NOISE: Final = 0.25  # standard deviation, of the ink's range
+NOISE: Final = 0.25  # standard deviation; pixels are 0 to 1
 WIDTHS: Final = (32, 64, 128, 256)
 
 
 @functools.cache
 def glyphs(characters: str = CHARACTERS, fonts: Sequence[str] = FONTS) -> Tensor:
-    """Draw every character in every font, [fonts, characters, GLYPH_SIZE, GLYPH_SIZE], ink 1 on 0."""
-    import matplotlib as mpl  # of these benches only this task needs fonts
+    """Draw every character in every font: [fonts, characters, GLYPH_SIZE, GLYPH_SIZE], 0 to 1 (ink)."""
+    import matplotlib as mpl  # only this task needs fonts
     from PIL import Image, ImageDraw, ImageFont
 
     folder = Path(mpl.get_data_path()) / "fonts" / "ttf"
@@ -201,12 +203,12 @@ def glyphs(characters: str = CHARACTERS, fonts: Sequence[str] = FONTS) -> Tensor
 
 
 def distorted(seed: int, n_images: int, drawn: Tensor) -> Batch:
-    """Turn, shear, scale and move images, and add noise.
+    """Rotate, shear, scale and shift random glyphs, and add noise.
 
     Args:
-        seed: of all that is drawn at random.
-        n_images: of the batch.
-        drawn: what they are made from, [variants, classes, GLYPH_SIZE, GLYPH_SIZE].
+        seed: seed of glyphs, distortions and noise.
+        n_images: number of images in the batch.
+        drawn: glyphs, [variants, classes, GLYPH_SIZE, GLYPH_SIZE].
 
     Returns:
         Images [n, 1, IMAGE_SIZE, IMAGE_SIZE] and classes [n, 1].
@@ -232,7 +234,7 @@ def distorted(seed: int, n_images: int, drawn: Tensor) -> Batch:
 
 
 class Residual(nn.Module):
-    """Two convolutions with batch norm, and a shortcut."""
+    """A residual block of two convolutions with batch norm and a projection shortcut."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -276,21 +278,21 @@ def _sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def characters() -> tuple[Tensor, Tensor]:
-    """Draw digits and letters; noise and distortions tell those to train on from those to evaluate."""
+    """Draw digits and letters; training and evaluation differ only in distortions and noise."""
     return glyphs(), glyphs()
 
 
-def image(drawn: Drawn = characters) -> Task:
-    """Make the task of a small residual network on distorted images with SGD momentum.
+def image(drawn: Glyphs = characters) -> Task:
+    """Create the task of a small residual network on distorted images, trained by SGD with momentum.
 
     Args:
-        drawn: what images are made from, to train on and to evaluate; see `distorted`.
+        drawn: returns the glyphs for training and for evaluation; see `distorted`.
     """
 
     def slices(part: str) -> tuple[Batch, ...]:
         seed = 11_000_000 if part == SEARCH else 12_000_000
-        held = drawn()[1]
-        return tuple(distorted(seed + i, IMAGE_EVAL_BATCH, held) for i in range(IMAGE_EVAL_BATCHES))
+        evaluated = drawn()[1]
+        return tuple(distorted(seed + i, IMAGE_EVAL_BATCH, evaluated) for i in range(IMAGE_EVAL_BATCHES))
 
     return Task(
         name="image",

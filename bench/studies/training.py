@@ -1,12 +1,12 @@
-"""Training from a state over some steps to the next state, and the cached runs of the tasks.
+"""Deterministic training of the tasks from checkpoint to checkpoint, and their cached runs.
 
     python -m bench.studies.training [--only language|image]
 
 A checkpoint is a flat dict of tensors: `model.<name>` (parameters and buffers), `optimizer.<name>.<moment>`
-and `step`, which is also the position in the data. Training is a function of it alone: an exact restart gives
-the same bits on the same number of threads. Beside every checkpoint stand the averages of the
-gradients before it, in a file of their own. All of it is kept in bench/.cache/runs/TASK. Models are trained
-on the CPU, or where CKPTZ_STUDY_DEVICE says, such as "cuda".
+and `step`, which is also the position in the data. Training depends only on the checkpoint: an exact restart
+on the same number of threads is bit-identical. A second file for each checkpoint has averages of the
+gradients before it. All files are cached in bench/.cache/runs/TASK. The device is the CPU, or the value of
+the environment variable CKPTZ_STUDY_DEVICE, such as "cuda".
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from bench.core.measure import CACHE
 from bench.studies.tasks import HELD_OUT, MODEL_SEED, SEARCH, TASKS, Quality, Task
 from ckptz.hooks import SensitivityTracker
 
-VERSION: Final = 1  # of the runs: a change makes cached checkpoints stale
+VERSION: Final = 1  # in the file names of the runs: a new version ignores cached checkpoints
 N_CHECKPOINTS: Final = 14
-N_THREADS: Final = 1  # of one process: two of them side by side do more than one with two threads
-DEVICE: Final = os.environ.get("CKPTZ_STUDY_DEVICE", "cpu")  # where models are trained
+N_THREADS: Final = 1  # of one process: two processes with one thread are faster than one with two
+DEVICE: Final = os.environ.get("CKPTZ_STUDY_DEVICE", "cpu")
 N_FAILURES: Final = 10
-# They cut the time from the first checkpoint to the last into equal parts; each restarts from the one before.
+# Indices of the checkpoints that training restarts from, evenly spaced.
 FAILURES: Final = tuple((i + 1) * (N_CHECKPOINTS - 1) // (N_FAILURES + 1) for i in range(N_FAILURES))
-DISTURBANCE: Final = 0.01  # of a tensor's standard deviation, for the noise floor
-PROBE_STEPS: Final = (10, 20, 30, 40)  # after a checkpoint, where the resumed loss is measured
+DISTURBANCE: Final = 0.01  # standard deviation of the noise, relative to that of the weight tensor
+PROBE_STEPS: Final = (10, 20, 30, 40)  # steps after a resume at which the loss is measured
 
 State = Mapping[str, Tensor]
 
@@ -61,11 +61,11 @@ class Trainer:
         self._set_rate()
         for name, parameter in self.model.named_parameters():
             moments = {m: state[f"optimizer.{name}.{m}"] for m in self.task.moments}
-            own = {m: tensor.to(parameter.device, copy=True) for m, tensor in moments.items()}
-            self.optimizer.state[parameter] = {"step": torch.tensor(float(self.step)), **own}
+            copies = {m: tensor.to(parameter.device, copy=True) for m, tensor in moments.items()}
+            self.optimizer.state[parameter] = {"step": torch.tensor(float(self.step)), **copies}
 
     def _set_rate(self) -> None:
-        """Give the optimizer the rate of its next step; saves go by it."""
+        """Set the learning rate of the next step in the optimizer, where the Checkpointer reads it."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.task.rate(self.step)
 
@@ -79,32 +79,32 @@ class Trainer:
             self.step += 1
 
     def state(self) -> dict[str, Tensor]:
-        """A copy of the whole state by name, in host memory."""
+        """Copy the training state to host memory, by name."""
         live = self.model.state_dict().items()
         tensors = {f"model.{name}": tensor.to("cpu", copy=True) for name, tensor in live}
         for name, parameter in self.model.named_parameters():
             for moment in self.task.moments:
-                found = self.optimizer.state[parameter][moment]
-                tensors[f"optimizer.{name}.{moment}"] = found.to("cpu", copy=True)
+                tensor = self.optimizer.state[parameter][moment]
+                tensors[f"optimizer.{name}.{moment}"] = tensor.to("cpu", copy=True)
         tensors["step"] = torch.tensor(self.step)
         return tensors
 
     def evaluate(self, part: str) -> Quality:
-        """Quality on a slice."""
+        """Evaluate the model on a slice."""
         return self.task.evaluate(self.model, part)
 
 
 def weights_of(state: State) -> dict[str, Tensor]:
-    """Parameters and buffers under their names in the model."""
+    """Return the parameters and buffers of a state by their names in the model."""
     return {n.removeprefix("model."): t for n, t in state.items() if n.startswith("model.")}
 
 
 def probe_on(trainer: Trainer) -> list[float]:
-    """Loss on the held-out slice at each of PROBE_STEPS from here; the trainer goes on by the last."""
-    losses, done = [], 0
+    """Train for the last of PROBE_STEPS steps, and return the held-out loss after each of PROBE_STEPS."""
+    losses, n_done = [], 0
     for n_steps in PROBE_STEPS:
-        trainer.train(n_steps - done)
-        done = n_steps
+        trainer.train(n_steps - n_done)
+        n_done = n_steps
         losses.append(trainer.evaluate(HELD_OUT).loss)
     return losses
 
@@ -113,21 +113,21 @@ def probe_on(trainer: Trainer) -> list[float]:
 
 
 def folder_of(task: Task) -> Path:
-    """Where everything about a task is kept."""
+    """Return the cache folder of a task, which is created if it is missing."""
     folder = CACHE / "runs" / task.name
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def publish(path: Path, write: Callable[[Path], object]) -> None:
-    """Write through a temporary name, so that an interrupted bench leaves no half file."""
+    """Write to a temporary name and rename the file, so that an interrupted study leaves no partial file."""
     partial = path.with_name(f"{path.name}.partial")
     write(partial)
     partial.replace(path)
 
 
 def remembered(path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The JSON at `path`, made where it is missing."""
+    """Return the cached JSON at `path`; if it is missing, call `make` and store its result."""
     if not path.exists():
         content = make()
         publish(path, lambda p: p.write_text(json.dumps(content, indent=1)))
@@ -144,19 +144,19 @@ class Run:
     task: Task
 
     def path(self, index: int) -> Path:
-        """The whole state."""
+        """Return the path of the training state of a checkpoint."""
         return folder_of(self.task) / f"state-{VERSION}-{index:02d}.safetensors"
 
     def gradients_path(self, index: int) -> Path:
-        """Averages of the gradients before a checkpoint, as `SensitivityTracker` saves them."""
+        """Return the path of the gradient averages before a checkpoint, saved by `SensitivityTracker`."""
         return folder_of(self.task) / f"sensitivity-{VERSION}-{index:02d}.safetensors"
 
     def state(self, index: int) -> dict[str, Tensor]:
-        """The whole state of a checkpoint."""
+        """Load the training state of a checkpoint."""
         return load_file(self.path(index))
 
     def facts(self, index: int) -> dict[str, Any]:
-        """Quality of a checkpoint on both slices, and the seconds of training before it."""
+        """Return the quality of a checkpoint on both slices, and the seconds of training before it."""
         return json.loads(self._facts_path(index).read_text())
 
     def _facts_path(self, index: int) -> Path:
@@ -166,7 +166,7 @@ class Run:
         return folder_of(self.task) / f"seconds-{VERSION}-{index:02d}.json"
 
     def train(self, n_checkpoints: int = N_CHECKPOINTS) -> None:
-        """Make what is missing of the first checkpoints; the seconds exclude evaluations."""
+        """Train and evaluate the first `n_checkpoints` that are not cached; seconds exclude evaluations."""
         for index in range(n_checkpoints):
             if not self.path(index).exists():
                 self._train_to(index)
@@ -193,23 +193,22 @@ class Run:
         return facts
 
 
-# --- what resuming costs without any compression ------------------------------------------------
+# --- reference losses without compression -------------------------------------------------------
 
 
 def exact_probe(task: Task, index: int) -> list[float]:
-    """Losses after a resumption from an exact checkpoint of the uninterrupted run."""
+    """Return the losses at PROBE_STEPS after a resume from an exact checkpoint of the uninterrupted run."""
     path = folder_of(task) / f"probe-{index:02d}.json"
-    found = remembered(path, lambda: {"losses": probe_on(Trainer(task, Run(task).state(index)))})
-    return found["losses"]
+    return remembered(path, lambda: {"losses": probe_on(Trainer(task, Run(task).state(index)))})["losses"]
 
 
 def resumed_gap(probes: Mapping[str, list[float]]) -> float:
-    """Relative change of the mean validation loss over PROBE_STEPS after a restore."""
+    """Return the relative change of the mean validation loss over PROBE_STEPS after a restore."""
     return statistics.mean(probes["restored"]) / statistics.mean(probes["exact"]) - 1
 
 
 def disturbed(state: State, seed: int) -> dict[str, Tensor]:
-    """The state with noise of DISTURBANCE of each weight tensor's spread, as if a mild compressor had run."""
+    """Add normal noise of DISTURBANCE times the spread of each weight matrix, like a mild compressor."""
     generator = torch.Generator().manual_seed(seed)
     names = {f"model.{n}" for n, t in weights_of(state).items() if t.dim() > 1}
     return {
@@ -219,7 +218,7 @@ def disturbed(state: State, seed: int) -> dict[str, Tensor]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", choices=sorted(TASKS))
     only = parser.parse_args().only

@@ -1,20 +1,20 @@
-"""Runs as users have them, restarted from lossy checkpoints to the end of their schedules.
+"""Realistic training runs that restart from lossy checkpoints until the end of their schedules.
 
     python -m bench.studies.user_runs [--run NAME ...] [--arm NAME ...] [--seeds N ...] [--report]
 
-A GPT of 1.4 M parameters on words, 4,096 of them and many rare, with AdamW; its fine-tunes on other texts,
-whose words the base run has hardly met or never; a network on distorted characters and on handwritten digits,
-with SGD and Nesterov momentum, and with Adam. Each arm saves through one `ckptz.Checkpointer` that is made
-just before its first save, restores what it has just written and trains on; "headers, 10 of 30" saves every
-10 steps and restores every 30. Everything is counted: files of weights and of state, full file included,
-against fp32 weights and the optimizer's tensors. What a constant is chosen on is never reported: see
-`CHOSEN_ON`.
+The models are a GPT of 1.4 M parameters on words (a vocabulary of 4,096, many of them rare) with AdamW; its
+fine-tunes on other texts, whose words are rare or missing in the base run; and a network on distorted
+characters and handwritten digits, with SGD and Nesterov momentum, and with Adam. Each arm saves through one
+`ckptz.Checkpointer`, which is created just before the first save, restores the file that it has just written,
+and continues. "headers, 10 of 30" saves every 10 steps and restores every 30. Ratios are fp32 weights and
+optimizer tensors / all files of weights and state, including the full file. Runs on which a constant was
+chosen (`CHOSEN_ON`) are not reported.
 
-Of each run: the end against the same run uninterrupted, the loss of the last file against the weights that it
-was made from, and the largest restored first moment against what its restored second moment allows. Seeds
-above 0 disturb the first state by a hundredth of each tensor's spread, of the exact run as well; the row
-"disturbed, exact" is what chance alone does. Rows are kept in bench/.cache/user_runs; --report writes what is
-there. One to two CPU minutes an arm.
+For each run, the table has the loss at the end against the uninterrupted run, the loss of the last file
+against the weights in memory, and the largest restored first moment relative to the bound by its restored
+second moment. Seeds above 0 disturb the first state by a hundredth of each tensor's spread, also in the exact
+run; the row "disturbed, exact" shows the effect of chance. Results are cached in bench/.cache/user_runs;
+--report writes the cached results. An arm takes one to two CPU minutes.
 """
 
 from __future__ import annotations
@@ -46,66 +46,66 @@ from bench.core.report import finish
 from bench.core.tiny_gpt import GPTConfig, TinyGPT, batches, read_corpus
 from bench.studies import tasks
 from bench.studies.restarts import ARMS, Plan, quality, quoted_in, saver_of
-from bench.studies.tasks import HELD_OUT, SEARCH, Batch, Drawn, Task
+from bench.studies.tasks import HELD_OUT, SEARCH, Batch, Glyphs, Task
 from bench.studies.training import N_THREADS, Trainer, remembered
 from ckptz import Checkpointer
 
 WORDS: Final = GPTConfig(n_layers=2, width=128, n_heads=4, context=32, vocabulary=4096)
 BATCH, EVAL_BATCH, EVAL_BATCHES = 16, 64, 8
-VALIDATION: Final = 10  # one file, or one page, in so many
-N_STEPS, SEEN = 600, 330  # of a run from scratch, and those before its first checkpoint
+VALIDATION: Final = 10  # one page in ten is for validation
+N_STEPS, SEEN = 600, 330  # steps of a run from scratch, and steps before its first checkpoint
 TUNING_STEPS, TUNING_RATE = 150, 3e-4
 EXACT, DISTURBED = "exact", "disturbed, exact"
-DEFAULTS: Final = ("grid, default", "grid, again")  # two executions of one start
+DEFAULTS: Final = ("grid, default", "grid, again")  # two executions of the same settings
 COARSER: Final = ("grid, default", "grid, all steps doubled", "grid, all steps times 4")
 CHOSEN_ON: Final = ("source, 30", "source, 90", "docstrings, 15", "characters, SGD")
 Text = Callable[[], tuple[list[str], list[str]]]
 
 
-# --- texts: lists of words, to train on and to validate --------------------------------------------
+# --- texts: lists of words for training and for validation -----------------------------------------
 
 
 def _words(pages: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Split pages, by the hash of their text, and cut each into words, spaces and signs."""
+    """Assign pages to training or validation by hash, and split each into words, spaces and signs."""
     parts: tuple[list[str], list[str]] = ([], [])
     for page in pages:
-        is_aside = hashlib.sha256(page.encode()).digest()[0] % VALIDATION == 0
-        parts[is_aside].extend(re.findall(r"\w+|\s|[^\w\s]", page))
+        is_validation = hashlib.sha256(page.encode()).digest()[0] % VALIDATION == 0
+        parts[is_validation].extend(re.findall(r"\w+|\s|[^\w\s]", page))
     return parts
 
 
 @functools.cache
 def source() -> tuple[list[str], list[str]]:
-    """Python's standard library."""
+    """Read the source of Python's standard library."""
     text = bytes(torch.cat(read_corpus()).numpy()).decode("utf-8", "replace")
     return _words(text[i : i + 20_000] for i in range(0, len(text), 80_000))
 
 
 @functools.cache
 def docstrings() -> tuple[list[str], list[str]]:
-    """Docstrings of Python's standard library."""
+    """Read the docstrings of Python's standard library."""
     text = bytes(torch.cat(read_corpus()).numpy()).decode("utf-8", "replace")
     return _words(quoted_in(text))
 
 
 @functools.cache
 def headers() -> tuple[list[str], list[str]]:
-    """The C++ headers that torch brings with it."""
+    """Read the C++ headers in the torch package."""
     root = Path(torch.__file__).parent / "include" / "c10"
     return _words(path.read_text("utf-8", "replace") for path in sorted(root.rglob("*.h")))
 
 
 @functools.cache
 def licences() -> tuple[list[str], list[str]]:
-    """Descriptions and licences of the installed packages."""
+    """Read the descriptions and licences of the installed packages."""
     site = Path(torch.__file__).parents[1]
-    found = [*site.glob("*.dist-info/METADATA"), *site.glob("*.dist-info/**/LICENSE*")]
-    return _words(path.read_text("utf-8", "replace") for path in sorted(found) if path.is_file())
+    paths = [*site.glob("*.dist-info/METADATA"), *site.glob("*.dist-info/**/LICENSE*")]
+    return _words(path.read_text("utf-8", "replace") for path in sorted(paths) if path.is_file())
 
 
 @functools.cache
 def _numbers() -> Mapping[str, int]:
-    """Number the most frequent words of all texts; all others are word 0."""
+    """Number the most frequent words of all training texts from 1; all other words are 0."""
     counts: collections.Counter[str] = collections.Counter()
     for text in (source, docstrings, headers, licences):
         counts.update(text()[0])
@@ -124,21 +124,22 @@ def _tokens(text: Text) -> tuple[Tensor, Tensor]:
 
 
 def _batch(text: Text, step: int) -> Batch:
-    found = next(batches(_tokens(text)[0], batch=BATCH, context=WORDS.context, seed=3, start=step))
-    return found[:, :-1], found[:, 1:]
+    tokens = next(batches(_tokens(text)[0], batch=BATCH, context=WORDS.context, seed=3, start=step))
+    return tokens[:, :-1], tokens[:, 1:]
 
 
 @functools.cache
 def _slices(text: Text, part: str) -> tuple[Batch, ...]:
-    own = batches(_tokens(text)[1], batch=EVAL_BATCH, context=WORDS.context, seed=5 + (part == SEARCH))
-    return tuple((found[:, :-1], found[:, 1:]) for found, _ in zip(own, range(EVAL_BATCHES), strict=False))
+    source = batches(_tokens(text)[1], batch=EVAL_BATCH, context=WORDS.context, seed=5 + (part == SEARCH))
+    windows = [next(source) for _ in range(EVAL_BATCHES)]
+    return tuple((tokens[:, :-1], tokens[:, 1:]) for tokens in windows)
 
 
 # --- runs -------------------------------------------------------------------------------------------
 
 
 def _on_words(text: Text, interval: int) -> Task:
-    """A GPT on words from scratch; AdamW, its rate on a cosine to a tenth."""
+    """Create the task of a GPT on words, from scratch, with AdamW and a cosine schedule."""
     return Task(
         name=text.__name__,
         budgeted="loss",
@@ -154,7 +155,7 @@ def _on_words(text: Text, interval: int) -> Task:
 
 
 def _tuned(base: Text, text: Text, interval: int) -> Task:
-    """The end of a run on `base`, on another text; AdamW as torch has it, its rate in a line to 0."""
+    """Create the task of a fine-tune after a run on `base`, with torch's default AdamW and linear decay."""
     return replace(
         _on_words(text, interval),
         name=f"{text.__name__}, after {base.__name__}",
@@ -166,7 +167,7 @@ def _tuned(base: Text, text: Text, interval: int) -> Task:
 
 @functools.cache
 def _state_at(text: Text, step: int) -> Mapping[str, Tensor]:
-    """Return a state of the uninterrupted run from scratch."""
+    """Return the state at a step of the uninterrupted run from scratch."""
     return _trained(_on_words(text, 30), step)
 
 
@@ -177,18 +178,18 @@ def _trained(task: Task, step: int) -> Mapping[str, Tensor]:
         trainer.train(step)
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save(trainer.state(), path)
-    found: Mapping[str, Tensor] = torch.load(path)
-    return found
+    state: Mapping[str, Tensor] = torch.load(path)
+    return state
 
 
 def scratch(text: Text, interval: int, saves: int = 1) -> Plan:
-    """From step `SEEN` of a run from scratch to its end; a restart after every `saves` saves."""
+    """Plan training from scratch from step `SEEN` to its end; a restart after every `saves` saves."""
     n = (N_STEPS - SEEN) // interval + 1
     return Plan(_on_words(text, interval), n, tuple(range(0, n - 1, saves)), _state_at(text, SEEN))
 
 
 def fine_tune(base: Text, text: Text, interval: int, saves: int = 1) -> Plan:
-    """From the first checkpoint of a fine-tune to its end; a restart after every `saves` saves."""
+    """Plan a fine-tune from its first checkpoint to its end; a restart after every `saves` saves."""
     task, n = _tuned(base, text, interval), TUNING_STEPS // interval
     trainer = Trainer(task)
     trainer.model.load_state_dict(
@@ -200,7 +201,8 @@ def fine_tune(base: Text, text: Text, interval: int, saves: int = 1) -> Plan:
 
 def greek() -> tuple[Tensor, Tensor]:
     """Draw Greek letters in the fonts that have them."""
-    letters = "".join(chr(one) for one in range(0x391, 0x3CA) if unicodedata.category(chr(one))[0] == "L")
+    codes = range(0x391, 0x3CA)
+    letters = "".join(chr(code) for code in codes if unicodedata.category(chr(code))[0] == "L")
     drawn = tasks.glyphs(letters, tuple(font for font in tasks.FONTS if not font.startswith("cm")))
     return drawn, drawn
 
@@ -210,19 +212,19 @@ def digits() -> tuple[Tensor, Tensor]:
     """Return handwritten digits: the first 120 of each digit for training and the next 50 for evaluation."""
     from sklearn.datasets import load_digits  # only these runs need it
 
-    found = load_digits()
-    images = torch.from_numpy(found.images).float()[:, None] / 16
+    data = load_digits()
+    images = torch.from_numpy(data.images).float()[:, None] / 16
     images = functional.pad(functional.interpolate(images, scale_factor=4, mode="bilinear"), (4,) * 4)[:, 0]
-    by_class = torch.stack([images[found.target == one][:170] for one in range(10)], 1)
+    by_class = torch.stack([images[data.target == digit][:170] for digit in range(10)], 1)
     return by_class[:120], by_class[120:]
 
 
-def pictures(drawn: Drawn, optimizer: str, n_steps: int) -> Plan:
-    """From the middle of a run on distorted images to its end."""
+def pictures(drawn: Glyphs, optimizer: str, n_steps: int) -> Plan:
+    """Plan a run from the middle of training on distorted images to its end."""
     is_sgd = optimizer == "SGD"
     seen, interval = n_steps // 2, n_steps // 20
 
-    def made(model: torch.nn.Module) -> torch.optim.Optimizer:
+    def create(model: torch.nn.Module) -> torch.optim.Optimizer:
         if is_sgd:
             return torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, nesterov=True, weight_decay=5e-4)
         return torch.optim.Adam(model.parameters(), 1e-3)
@@ -233,7 +235,7 @@ def pictures(drawn: Drawn, optimizer: str, n_steps: int) -> Plan:
         first_step=seen,
         interval=interval,
         moments=("momentum_buffer",) if is_sgd else ("exp_avg", "exp_avg_sq"),
-        optimizer=made,
+        optimizer=create,
         rate=tasks.warmup_cosine(0.05 if is_sgd else 1e-3, 30, n_steps),
     )
     n = (n_steps - seen) // interval + 1
@@ -262,7 +264,7 @@ RUNS: Final[Mapping[str, Callable[[], Plan]]] = {
 
 
 def end_of(name: str, arm: str, seed: int, *, only_known: bool) -> dict[str, Any] | None:
-    """Return what the cache has of an arm; measure what it lacks, or return None."""
+    """Return the result of an arm, measured if it is not cached; None if `only_known` and not cached."""
     path = _path(name, arm, seed)
     if only_known and not path.exists():
         return None
@@ -293,36 +295,36 @@ def _path(name: str, arm: str, seed: int) -> Path:
 
 def _restarted(plan: Plan, arm: str, seed: int) -> dict[str, Any]:
     trainer, folder = Trainer(plan.task, plan.first(seed)), Path(tempfile.mkdtemp(prefix="ckptz-user-runs-"))
-    found: dict[str, Any] = {"sizes": [], "encode_cpu_s": [], "training_cpu_s": [], "beyond": [], "notes": []}
-    for group in trainer.optimizer.param_groups:  # as a scheduler of torch leaves it
+    end: dict[str, Any] = {"sizes": [], "encode_cpu_s": [], "training_cpu_s": [], "beyond": [], "notes": []}
+    for group in trainer.optimizer.param_groups:  # as a scheduler of torch sets it
         group["initial_lr"] = max(map(plan.task.rate, range(trainer.step + 1)))
     saver: Checkpointer = saver_of(folder, trainer, ARMS[arm], plan)
     try:
         for index in range(plan.n_checkpoints):
             if index:
                 trains = functools.partial(trainer.train, plan.task.interval)
-                found["training_cpu_s"].append(cpu_seconds(trains)[1])
+                end["training_cpu_s"].append(cpu_seconds(trains)[1])
             if index + 1 == plan.n_checkpoints:
-                found |= quality(trainer)
+                end |= quality(trainer)
             _, spent = cpu_seconds(functools.partial(saver.save, trainer.step))
             report = saver.wait()
             assert report is not None
-            found["raw_bytes"] = report.tensor_bytes
-            found["sizes"].append(report.stored_bytes)
-            found["encode_cpu_s"].append(spent)
-            found["notes"] = [*report.notes]
+            end["raw_bytes"] = report.tensor_bytes
+            end["sizes"].append(report.stored_bytes)
+            end["encode_cpu_s"].append(spent)
+            end["notes"] = [*report.notes]
             if index in plan.failures or index + 1 == plan.n_checkpoints:
                 saver.restore(trainer.step)
-                found["beyond"].append(_beyond(trainer))
-        found["last_file"] = trainer.evaluate(HELD_OUT).loss
+                end["beyond"].append(_beyond(trainer))
+        end["last_file"] = trainer.evaluate(HELD_OUT).loss
     finally:
         saver.close()
         shutil.rmtree(folder)
-    return found | {"n_restarts": len(plan.failures)}
+    return end | {"n_restarts": len(plan.failures)}
 
 
 def _beyond(trainer: Trainer) -> float:
-    """Return the largest first moment in the root of its second, of what Cauchy-Schwarz allows these."""
+    """Return the largest |first moment| / sqrt(second moment), relative to its bound by Cauchy-Schwarz."""
     largest = 0.0
     for group in trainer.optimizer.param_groups:
         for parameter in group["params"]:
@@ -330,11 +332,11 @@ def _beyond(trainer: Trainer) -> float:
             if "exp_avg_sq" not in state:
                 continue
             (b1, b2), step = group["betas"], float(state["step"])
-            ratio = b1 * b1 / b2
-            most = (1 - b1) * math.sqrt((1 - ratio**step) / ((1 - b2) * (1 - ratio)))
+            decay = b1 * b1 / b2
+            bound = (1 - b1) * math.sqrt((1 - decay**step) / ((1 - b2) * (1 - decay)))
             first, root = state["exp_avg"].double().abs(), state["exp_avg_sq"].double().sqrt()
-            found = torch.where(first > 0, first / root, 0.0).max()
-            largest = max(largest, float(found) / most)
+            ratios = torch.where(first > 0, first / root, 0.0)
+            largest = max(largest, float(ratios.max()) / bound)
     return largest
 
 
@@ -342,7 +344,7 @@ def _beyond(trainer: Trainer) -> float:
 
 
 def rows_of(name: str, arms: Iterable[str], seeds: Iterable[int], *, only_known: bool) -> Iterator[Row]:
-    """Yield a row for each arm and seed, and one of chance alone."""
+    """Yield a row for each arm and seed, and one for chance."""
     for seed in seeds:
         exact = end_of(name, EXACT, seed, only_known=only_known)
         if exact is None:
@@ -350,32 +352,32 @@ def rows_of(name: str, arms: Iterable[str], seeds: Iterable[int], *, only_known:
         if seed and (first := end_of(name, EXACT, 0, only_known=only_known)) is not None:
             yield _row(name, DISTURBED, seed, exact, first)
         for arm in arms:
-            if (found := end_of(name, arm, seed, only_known=only_known)) is not None:
-                yield _row(name, arm, seed, found, exact)
+            if (end := end_of(name, arm, seed, only_known=only_known)) is not None:
+                yield _row(name, arm, seed, end, exact)
 
 
-def _row(name: str, arm: str, seed: int, found: Mapping[str, Any], exact: Mapping[str, Any]) -> Row:
-    loss, end = found[HELD_OUT]["loss"], exact[HELD_OUT]["loss"]
+def _row(name: str, arm: str, seed: int, end: Mapping[str, Any], exact: Mapping[str, Any]) -> Row:
+    loss, exact_loss = end[HELD_OUT]["loss"], exact[HELD_OUT]["loss"]
     row: dict[str, object] = {
         "run": name,
         "used": "to choose" if name in CHOSEN_ON else "to report",
         "arm": arm,
         "seed": seed,
-        "loss, uninterrupted": f"{end:.4f}",
-        END: f"{100 * (loss / end - 1):+.3f}",
-        "other slice, %": f"{100 * (found[SEARCH]['loss'] / exact[SEARCH]['loss'] - 1):+.3f}",
+        "loss, uninterrupted": f"{exact_loss:.4f}",
+        END: f"{100 * (loss / exact_loss - 1):+.3f}",
+        "other slice, %": f"{100 * (end[SEARCH]['loss'] / exact[SEARCH]['loss'] - 1):+.3f}",
     }
-    sizes = found.get("sizes")
+    sizes = end.get("sizes")
     if not sizes:
         return row | dict.fromkeys(_SIZES, "")
-    spent = statistics.median(found["encode_cpu_s"][1:]) / statistics.median(found["training_cpu_s"])
+    spent = statistics.median(end["encode_cpu_s"][1:]) / statistics.median(end["training_cpu_s"])
     measured = (
-        found["n_restarts"],
-        f"{found['raw_bytes'] / 1e6:.2f}",
-        f"{found['raw_bytes'] * len(sizes) / sum(sizes):.1f}x",
-        f"{found['raw_bytes'] * (len(sizes) - 1) / sum(sizes[1:]):.1f}x",
-        f"{100 * (found['last_file'] / loss - 1):+.3f}",
-        f"{max(found['beyond']):.2f}",
+        end["n_restarts"],
+        f"{end['raw_bytes'] / 1e6:.2f}",
+        f"{end['raw_bytes'] * len(sizes) / sum(sizes):.1f}x",
+        f"{end['raw_bytes'] * (len(sizes) - 1) / sum(sizes[1:]):.1f}x",
+        f"{100 * (end['last_file'] / loss - 1):+.3f}",
+        f"{max(end['beyond']):.2f}",
         f"{100 * spent:.1f}",
     )
     return row | dict(zip(_SIZES, measured, strict=True))
@@ -387,7 +389,7 @@ _SIZES: Final = ("restarts", "state, MB", SMALLER, DELTAS, LAST_FILE, BOUND, "en
 
 
 def wanted_rows(rows: Sequence[Row]) -> Iterator[Row]:
-    """Yield what was wanted of the runs that are reported, beside what was measured."""
+    """Yield a row for each target of the reported runs, with the measured value."""
     runs = reported(rows)
     kinds = {
         "fine-tunes": [row for row in runs if str(row["run"]).startswith("licences")],
@@ -408,35 +410,35 @@ def wanted_rows(rows: Sequence[Row]) -> Iterator[Row]:
             f"{least:.1f}x at least, {min(ends):+.2f} to {max(ends):+.2f} %",
             least >= ratio and max(ends) <= most,
         )
-    for what, column, most in (("last file alone", LAST_FILE, 0.1), ("worst end of all", END, 0.5)):
+    for name, column, most in (("last file alone", LAST_FILE, 0.1), ("worst end of all", END, 0.5)):
         worst = max(number(row, column) for row in runs)
-        yield _wanted(what, f"<= {most:+.1f} %", f"{worst:+.2f} %", worst <= most)
+        yield _wanted(name, f"<= {most:+.1f} %", f"{worst:+.2f} %", worst <= most)
 
 
-def _wanted(what: str, wanted: str, measured: str, is_met: bool) -> Row:
-    return {"what": what, "wanted": wanted, "measured": measured, "verdict": verdict(is_met)}
+def _wanted(name: str, wanted: str, measured: str, is_met: bool) -> Row:
+    return {"what": name, "wanted": wanted, "measured": measured, "verdict": verdict(is_met)}
 
 
 def reported(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows of the defaults on runs that no constant was chosen on."""
+    """Return the rows with default settings of the runs on which no constant was chosen."""
     return [row for row in rows if row["used"] == "to report" and row["arm"] in DEFAULTS]
 
 
 def number(row: Row, column: str) -> float:
-    """Read the number of a cell."""
+    """Parse the number in a cell."""
     return float(str(row[column]).rstrip("x"))
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Draw the end of each run over the size of its files, and lines through arms with coarser steps."""
+    """Plot the loss change of each run over its ratio, with lines through the arms of coarser steps."""
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
-    for name, own in itertools.groupby(reported(rows), lambda row: str(row["run"])):
-        found = [(number(row, SMALLER), number(row, END)) for row in own]
-        (drawn,) = axes.plot(*zip(*found, strict=True), "o", label=name)
+    for name, run_rows in itertools.groupby(reported(rows), lambda row: str(row["run"])):
+        points = [(number(row, SMALLER), number(row, END)) for row in run_rows]
+        (markers,) = axes.plot(*zip(*points, strict=True), "o", label=name)
         steps = [row for row in rows if (row["run"], row["seed"]) == (name, 0) and row["arm"] in COARSER]
-        found = sorted((number(row, SMALLER), number(row, END)) for row in steps)
-        axes.plot(*zip(*found, strict=True), ".-", color=drawn.get_color(), linewidth=1)
+        points = sorted((number(row, SMALLER), number(row, END)) for row in steps)
+        axes.plot(*zip(*points, strict=True), ".-", color=markers.get_color(), linewidth=1)
     axes.axhline(0, color="0.7", linewidth=1)
     axes.set(xlabel="times smaller, full file included", ylabel="loss at the end, %")
     axes.set_title("Runs restarted from lossy files, against the same run uninterrupted", fontsize=11)
@@ -445,20 +447,20 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = parser_of(__doc__)
     parser.add_argument("--run", nargs="+", choices=sorted(RUNS), default=list(RUNS))
     parser.add_argument("--arm", nargs="+", default=list(DEFAULTS[:1]))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--report", action="store_true", help="measure nothing, write what the cache holds")
-    given = parser.parse_args()
+    parser.add_argument("--report", action="store_true", help="measure nothing, write the cached results")
+    options = parser.parse_args()
     torch.set_num_threads(N_THREADS)
     rows: list[Row] = []
-    for name in given.run:
-        for row in rows_of(name, given.arm, given.seeds, only_known=given.report):
+    for name in options.run:
+        for row in rows_of(name, options.arm, options.seeds, only_known=options.report):
             rows.append(row)
             print(row, flush=True)
-    if given.report:
+    if options.report:
         save_rows("user_runs", rows)
         save_rows("user_runs_wanted", list(wanted_rows(rows)))
         draw(rows, RESULTS / "user_runs.png")

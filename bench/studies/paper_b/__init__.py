@@ -1,1 +1,1 @@
-"""Compressed links of pipeline-parallel training, beside a paper's claims."""
+"""Compressed links of pipeline-parallel training, compared with the claims of a paper."""

@@ -1,13 +1,13 @@
-"""The five findings on compressed pipeline links, re-measured with ckptz's own links.
+"""Five findings of a paper on compressed pipeline links, measured again with the links of ckptz.
 
     python -m bench.studies.paper_b [--seeds N] [--only digits|gpt] [--report]
 
-Paper: "Activations and Gradients Compression for Model-Parallel Training" (arXiv 2401.07788). Two tasks
-with three cuts each: handwritten digits with a small residual network, and a byte-level GPT that was
-trained on the standard library's code and is fine-tuned on English documentation. Links are
-`ckptz.wire.simulate`, which the tests hold equal to real messages between processes, sizes included.
+Paper: "Activations and Gradients Compression for Model-Parallel Training" (arXiv 2401.07788). Two tasks with
+three cuts each: handwritten digits with a small residual network, and a byte-level GPT that was pretrained on
+the standard library's source and is fine-tuned on English documentation. Links are simulated by
+`ckptz.wire.simulate`; tests compare it with real messages between processes, including sizes.
 
-Every run is kept in bench/.cache/paper_b, so that an interrupted bench goes on where it stopped. Writes
+Runs are cached in bench/.cache/paper_b, so that an interrupted study can continue. Writes
 results/paper_b.csv and paper_b.json. About 15 minutes on one core.
 """
 
@@ -37,7 +37,7 @@ from bench.core.tiny_gpt import GPTConfig, TinyGPT, batches
 from ckptz.wire import RAW, LinkPolicy, TopK, Uniform, simulate
 from ckptz.wire.endpoint import Link
 
-VERSION = 1  # of the experiments: a change makes cached runs stale
+VERSION = 1  # in the cache keys: a new version ignores cached runs
 N_CUTS = 3
 EPOCHS, DIGITS_BATCH = 12, 48
 GPT = GPTConfig(n_layers=4, width=64, n_heads=4, context=64)
@@ -46,7 +46,7 @@ PRETRAIN_STEPS, TUNE_STEPS, GPT_BATCH = 1500, 150, 8
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """One row of the table."""
+    """Task and link policy of one row of the table."""
 
     task: str
     name: str
@@ -54,7 +54,7 @@ class Config:
     augment: bool = False
 
     def key(self, seed: int) -> str:
-        """Name of the cached run."""
+        """Return the name of the cached run."""
         text = f"{VERSION}|{self.task}|{self.policy.to_json()}|{self.augment}|{seed}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -72,7 +72,7 @@ def _top(share: float, *, forward: bool = True, backward: bool = True, **more: A
 
 
 def digits_configs() -> list[Config]:
-    """Rows of the image task."""
+    """Return the configs of the image task."""
     rows: dict[str, LinkPolicy] = {"none": LinkPolicy()}
     for fw, bw in ((8, 8), (4, 8), (8, 4), (4, 4), (2, 8), (8, 2), (2, 2)):
         rows[f"fw{fw}-bw{bw}, whole tensor"] = _bits(fw, bw, "tensor")
@@ -95,7 +95,7 @@ def digits_configs() -> list[Config]:
 
 
 def gpt_configs() -> list[Config]:
-    """Rows of the language task."""
+    """Return the configs of the language task."""
     rows: dict[str, LinkPolicy] = {"none": LinkPolicy(), "Top10": _top(0.1)}
     for percent in (50, 30, 20, 10):
         rows[f"Top{percent}, index reuse"] = _top(percent / 100, reuse=True)
@@ -108,11 +108,11 @@ def gpt_configs() -> list[Config]:
     return [Config("gpt", name, policy) for name, policy in rows.items()]
 
 
-# --- what both tasks share ----------------------------------------------------------------------
+# --- links and evaluation of both tasks ---------------------------------------------------------
 
 
 class Cuts:
-    """The three links of a model; `on` False leaves them out."""
+    """The three links of a model; without effect if `on` is False."""
 
     def __init__(self, policy: LinkPolicy, seed: int) -> None:
         del seed
@@ -127,7 +127,7 @@ class Cuts:
         return self.links[i](x, sample_ids=self.ids, is_eval=self.is_eval)
 
     def bytes_per_element(self) -> list[float]:
-        """Bytes sent for each element of fp32, forward and backward, training only."""
+        """Return the bytes sent per fp32 element in training: [forward, backward]."""
         out = []
         for direction in (0, 1):
             sent = sum(link.link.link.sent_bytes[direction] for link in self.links)
@@ -137,7 +137,7 @@ class Cuts:
 
 
 def evaluate(cuts: Cuts, measure: Callable[[], float]) -> tuple[float, float]:
-    """(with compression at inference, without)."""
+    """Call `measure` with and without compression at inference, and return both values."""
     cuts.is_eval, cuts.on = True, True
     with_links = measure()
     cuts.on = False
@@ -148,7 +148,7 @@ def evaluate(cuts: Cuts, measure: Callable[[], float]) -> tuple[float, float]:
 
 
 class Residual(nn.Module):
-    """Two convolutions with batch norm, and a shortcut."""
+    """A residual block of two convolutions with batch norm and a projection shortcut."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class DigitsNet(nn.Module):
 
 
 def digits_data() -> tuple[Tensor, Tensor]:
-    """Images [1797, 1, 8, 8] in 0..1 and labels, in a fixed order."""
+    """Return images [1797, 1, 8, 8], 0 to 1, and labels [1797], in a fixed order."""
     from sklearn.datasets import load_digits  # only this task needs it
 
     data = load_digits()
@@ -195,7 +195,7 @@ def _shifted(images: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def run_digits(config: Config, seed: int) -> dict[str, Any]:
-    """Train on 1,200 digits, test on 597."""
+    """Train on 1,200 digits; return the accuracy in percent on 597 others, and the bytes per element."""
     torch.manual_seed(seed)
     images, labels = digits_data()
     cuts = Cuts(config.policy, seed)
@@ -227,7 +227,7 @@ def run_digits(config: Config, seed: int) -> dict[str, Any]:
 
 
 class CutGPT(TinyGPT):
-    """The GPT with a cut after each block but the last."""
+    """The GPT, cut after each block but the last."""
 
     def __init__(self, cuts: Cuts) -> None:
         super().__init__(GPT)
@@ -242,7 +242,7 @@ class CutGPT(TinyGPT):
 
 
 def texts() -> tuple[Tensor, Tensor, Tensor]:
-    """Bytes of code to pretrain on, and of documentation to tune on and to validate on."""
+    """Return code for pretraining, and documentation for fine-tuning and for validation, uint8 [n]."""
     root = Path(sysconfig.get_paths()["stdlib"])
     code = b"".join(p.read_bytes() for p in sorted(root.glob("*.py")))
     tree = ast.parse((root / "pydoc_data" / "topics.py").read_text())
@@ -266,7 +266,7 @@ def _train(model: nn.Module, data: Tensor, n_steps: int, batch: int, seed: int) 
 
 
 def pretrained(code: Tensor) -> dict[str, Tensor]:
-    """Weights after training on code, made once."""
+    """Return the weights after training on code, which are cached."""
     path = CACHE / "paper_b" / f"pretrained-{VERSION}-{PRETRAIN_STEPS}.pt"
     if not path.exists():
         torch.manual_seed(0)
@@ -279,7 +279,7 @@ def pretrained(code: Tensor) -> dict[str, Tensor]:
 
 
 def run_gpt(config: Config, seed: int) -> dict[str, Any]:
-    """Fine-tune on documentation; validation loss in nats."""
+    """Fine-tune on documentation; return the validation loss in nats, and the bytes per element."""
     code, prose, held_out = texts()
     cuts = Cuts(config.policy, seed)
     model = CutGPT(cuts)
@@ -301,7 +301,7 @@ def run_gpt(config: Config, seed: int) -> dict[str, Any]:
 
 
 def cached_run(config: Config, seed: int, *, may_run: bool) -> dict[str, Any] | None:
-    """One run, from the cache where it is there."""
+    """Return the result of a run, trained if it is not cached; None if it is not cached and not `may_run`."""
     path = CACHE / "paper_b" / f"{config.key(seed)}.json"
     if path.exists():
         return json.loads(path.read_text())
@@ -319,9 +319,9 @@ def _spread(values: Sequence[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def summary(config: Config, runs: Sequence[dict[str, Any]], of_loss: int = 3) -> dict[str, object]:
-    """One row of the table: mean and standard deviation over seeds; a loss has `of_loss` digits."""
-    digits = of_loss if config.task.startswith("gpt") else 2
+def summary(config: Config, runs: Sequence[dict[str, Any]]) -> dict[str, object]:
+    """Build the row of a config: mean and standard deviation over seeds."""
+    digits = 3 if config.task.startswith("gpt") else 2
     row: dict[str, object] = {"task": config.task, "config": config.name, "seeds": len(runs)}
     for key in ("on", "off"):
         values = [run[key] for run in runs]
@@ -333,19 +333,21 @@ def summary(config: Config, runs: Sequence[dict[str, Any]], of_loss: int = 3) ->
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", choices=("digits", "gpt"))
-    parser.add_argument("--report", action="store_true", help="only from runs in the cache")
-    args = parser.parse_args()
+    parser.add_argument("--report", action="store_true", help="measure nothing, write the cached results")
+    options = parser.parse_args()
     torch.set_num_threads(1)
     (CACHE / "paper_b").mkdir(parents=True, exist_ok=True)
-    configs = [c for c in digits_configs() + gpt_configs() if not args.only or c.task.startswith(args.only)]
+    configs = [
+        c for c in digits_configs() + gpt_configs() if not options.only or c.task.startswith(options.only)
+    ]
     results: dict[Config, list[dict[str, Any]]] = {config: [] for config in configs}
-    for seed in range(args.seeds):
+    for seed in range(options.seeds):
         for config in configs:
-            run = cached_run(config, seed, may_run=not args.report)
+            run = cached_run(config, seed, may_run=not options.report)
             results[config] += [run] if run is not None else []
     rows = [summary(config, runs) for config, runs in results.items() if runs]
     save_rows("paper_b", rows)

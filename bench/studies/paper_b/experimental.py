@@ -1,4 +1,4 @@
-"""EF mixed, which lost in the study: it is sent here, and every link receives it."""
+"""EF mixed, the error feedback that lost in the study: sent only here, received by every link."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Patterns = NDArray[np.uint32]
 
 
 class MixedFeedback(ErrorFeedback):
-    """EF whose TopK budget is halved: the greatest of x, then the greatest of e among the others.
+    """Error feedback with a split TopK budget: half for the largest x, half for the largest other errors e.
 
-    The paper names the method and defines it in one sentence; this is our reading of it.
+    The paper defines the method in one sentence; this is our interpretation.
     """
 
     def mask(self, k: Any, plan: TensorPlan, values: Patterns) -> Patterns:
-        """Choose the positions to send: ceil(k / 2) by |x| and the rest by |e|, disjoint."""
+        """Choose the positions to send: ceil(k / 2) by |x|, then floor(k / 2) others by |e|."""
         assert isinstance(plan.codec, TopK)
         first = k.top_mask(values, plan.n_samples, (plan.k + 1) // 2)
         if plan.k < 2:
@@ -29,7 +29,7 @@ class MixedFeedback(ErrorFeedback):
 
 
 def _without(patterns: Patterns, mask: NDArray[np.uint8]) -> Patterns:
-    """Magnitudes plus one, and zero under the mask [n]: what is chosen next is not chosen twice."""
+    """Return magnitudes plus one, and zero at the positions of `mask` [n], so that none is chosen twice."""
     up = np.minimum((patterns & np.uint32(0x7FFFFFFF)) + np.uint32(1), np.uint32(0x7FFFFFFF))
     return np.where(mask != 0, np.uint32(0), up).astype(np.uint32)
 
