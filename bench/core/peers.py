@@ -94,7 +94,7 @@ class Peers:
         return json.loads(answer)
 
     def versions(self) -> dict[str, str]:
-        """Return the version of each peer; that of z4ai says if its compiled coder is missing."""
+        """Return the version of each peer; z4ai is marked if its compiled coder is missing."""
         return self.ask("versions")  # type: ignore[no-any-return]
 
     def load(self, name: str, array: Array) -> None:

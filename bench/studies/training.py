@@ -70,7 +70,7 @@ class Trainer:
             group["lr"] = self.task.rate(self.step)
 
     def train(self, n_steps: int) -> None:
-        """Train on from where it stands."""
+        """Train for `n_steps` from the current step."""
         for _ in range(n_steps):
             self._set_rate()
             self.optimizer.zero_grad()
