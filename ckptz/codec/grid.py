@@ -143,9 +143,13 @@ class UniformGrid(Recipe):
         rule = RoundingRule.of_record(stored, self.name)
         grid = GridTensor(tensor.source, base, rows, self.dead_zone or 0.0, rule)
         moves = None if tensor.movement is None else tensor.movement * self.most_moves
-        grid = grid.choose_rounding(tensor.seed, PEAK if kept else PEAK_TO_SHIP, moves)
+        new_seed = tensor.dither_seed()
+        unrestored = _steps_of_unrestored(tensor, rows, new_seed)
+        if unrestored is not None:
+            grid, moves = replace(grid, rows=unrestored), None
+        grid = grid.choose_rounding(new_seed, PEAK if kept else PEAK_TO_SHIP, moves)
         recorded: dict[str, Setting] = {}
-        if base is not None and grid.rounding_rule.is_stochastic:
+        if unrestored is not None or (base is not None and grid.rounding_rule.is_stochastic):
             recorded["step"] = float(self.step * (grid.rows.steps[0] / rows.steps[0]))
         if grid.rounding_rule.is_stochastic and grid.rounding_rule == rule:
             # The errors of the base's rounding are in the residual. Its thresholds preserve movement with its
@@ -154,12 +158,12 @@ class UniformGrid(Recipe):
                 grid = replace(grid, rows=of_base)
                 recorded["step"] = stored.settings["step"]
             else:
-                grid = replace(grid, rounding_rule=RoundingRule(tensor.seed))
+                grid = replace(grid, rounding_rule=RoundingRule(new_seed))
         counted = grid.counted(tensor.run)
         most = largest_magnitude(counted.codes.total)
         is_nearest = not grid.rounding_rule.is_stochastic
         if base is None and is_nearest and (layer := Layer.of(grid, tensor.guide)) is not None:
-            grid = replace(grid, rounded=layer.rounded(most, bare_levels(rows.steps)))
+            grid = replace(grid, rounded=layer.rounded(most, bare_levels(grid.rows.steps)))
             counted = grid.counted(tensor.run)
             most = largest_magnitude(counted.codes.total)
         encoding = encoding_of(grid, counted, most, bare_levels(grid.rows.steps, most))
@@ -197,6 +201,22 @@ def _steps_of(stored: Stored | None, n_rows: int) -> RowSteps | None:
     return RowSteps(table.scale, labels)
 
 
+def _steps_of_unrestored(tensor: TensorToEncode, rows: RowSteps, new_seed: int) -> RowSteps | None:
+    """Return the steps of the newest file if it is not the base and nothing was restored since.
+
+    The difference to it then contains its rounding errors, so the movement since is unknown, and the steps
+    stay. None otherwise, or if they are coarser than `rows`.
+    """
+    newest = tensor.newest
+    stored = None if newest is None else newest.stored
+    steps = _steps_of(stored, n_rows_of(tuple(tensor.source.shape)))
+    if steps is None or _ratio(steps, rows) > 1:
+        return None
+    rule = RoundingRule.of_record(stored, UniformGrid.name)
+    chosen = GridTensor(tensor.source, newest, steps, 0.0, rule).choose_rounding(new_seed, PEAK, None)
+    return steps if chosen.rounding_rule == rule else None
+
+
 def _ratio(these: RowSteps, others: RowSteps) -> float:
     """Return the geometric mean, over rows, of the ratio of their steps."""
     return float(np.exp2(np.mean(np.log2(these.steps[these.labels] / others.steps[others.labels]))))
@@ -222,7 +242,7 @@ class Grid(Method):
         purpose: "resume" preserves the movement of training, however often it restarts from such files;
             "ship" makes the smallest file for evaluation. "auto" means resume for files with optimizer state
             or with a base, and ship for weights only.
-        most_moves: largest step of a delta to resume from, in mean movements since its base.
+        most_moves: largest step of a delta to resume from, in mean movements since the newest file.
 
     Example:
         >>> from ckptz import Grid

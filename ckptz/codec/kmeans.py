@@ -132,7 +132,7 @@ class Clusters(Recipe):
         )
         assert tensor.base is not None
         old_rule = RoundingRule.of_record(stored, self.name)
-        rule = quantizer.choose_rounding(source, tensor.base, old_rule, tensor.seed)
+        rule = quantizer.choose_rounding(source, tensor.base, old_rule, tensor.dither_seed())
         if not rule.is_stochastic:
             return None
         plan = Plan(

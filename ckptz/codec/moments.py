@@ -523,7 +523,7 @@ class FineRounding(Recipe):
             return exact_with_note(tensor, "holds NaN or infinity")
         chosen = replace(self, size=self._size_for(tensor))
         if tensor.base is not None:
-            chosen = replace(chosen, rounding_rule=chosen._rounding_of_delta(source, tensor.seed))
+            chosen = replace(chosen, rounding_rule=chosen._rounding_of_delta(source, tensor.dither_seed()))
         kind = FLOAT_KINDS[source.dtype.name]
         restored = LazySource.of(
             source, lambda begin, end: chosen.rounded(source.patterns(begin, end), kind, begin)

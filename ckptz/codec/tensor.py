@@ -19,7 +19,9 @@ from numpy.typing import NDArray
 
 from ckptz.codec.effort import DEFAULT, Effort
 from ckptz.codec.histogram import Histogram
+from ckptz.codec.rounding_rule import middle_chunk, sampled
 from ckptz.codec.sensitivity import floats_in, floats_of
+from ckptz.format.bits import xxh64_of_parts
 from ckptz.format.dtypes import DType
 from ckptz.format.sources import CHUNK_VALUES, Patterns, TensorSource, n_rows_of
 from ckptz.format.sources import MapFunction as MapFunction
@@ -103,14 +105,27 @@ class TensorToEncode:
     source: TensorSource  # the tensor
     # The restored base tensor of a delta, of the same dtype and shape, or None.
     base: TensorSource | None = None
+    newest: TensorSource | None = None  # the same of the newest file of the run, if that is not the base
     guide: SideInformation = NO_SIDE_INFORMATION
     # Restored values of other tensors of the file, if the recipe depends on one.
     context_tensors: Mapping[str, TensorSource] = field(default_factory=dict)
     run: MapFunction = map  # maps a function over chunks, maybe in parallel
     effort: Effort = DEFAULT
-    seed: int = 0  # 32-bit dither seed, a hash of the base's content id and the tensor's name
+    seed: int = 0  # 32-bit seed, a hash of the base's content id and the tensor's name
     movement: float | None = None  # mean of `Recipe.movement` over the file; None if unknown
     measured: dict[Bounds, TensorStatistics] = field(default_factory=dict)  # by chunk, shared by its users
+
+    def dither_seed(self) -> int:
+        """Return an unused 32-bit dither seed, a hash of `seed` and of a sample of the values.
+
+        Files against one base, such as the pretrained weights, need different seeds: values that the same
+        thresholds have rounded before, in a file that was restored, would be rounded with a bias.
+        """
+        if not self.source.n_patterns:
+            return self.seed
+        begin, end = middle_chunk(self.source)
+        sample = self.source.patterns(begin, end)[sampled(begin, end) - begin]
+        return xxh64_of_parts((self.seed.to_bytes(4, "little"), sample)) & 0xFFFFFFFF
 
     def statistics(self, bounds: Bounds) -> TensorStatistics:
         """Measure a chunk (begin, end) once, and return its statistics."""

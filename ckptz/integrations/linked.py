@@ -26,13 +26,14 @@ from ckptz.run.linked_files import LinkedFiles
 from ckptz.run.prune import prune_saved
 from ckptz.run.residuals import read_exact_or_lossy, residual_of
 from ckptz.run.step_files import ALL_EXACT, EXACT_OF_KEY, MAX_STEP, FileKind, Kept
+from ckptz.run.writer import found_base
 from ckptz.state.flatten import flatten
 from ckptz.state.roles import Rule
 from ckptz.state.torch import to_plain
 from ckptz.store.resolve import MAX_DEPTH, Checkpoint, Path_, open_checkpoint
 from ckptz.torch import load_state
 from ckptz.training.compare import notes_on
-from ckptz.training.files import against, memory_for_last, residual_job
+from ckptz.training.files import after, against, memory_for_last, residual_job
 from ckptz.training.snapshot import check_dense, identity_of
 from ckptz.write.job import WriteJob
 from ckptz.write.writer import write
@@ -178,11 +179,15 @@ class Chain(LinkedFiles):
     def _publish(self, path: Path, job: WriteJob, base: Checkpoint | None, name: str | None) -> Written:
         """Write a file and its residual; `name` is that of the base in the folder."""
         with (
+            contextlib.ExitStack() as stack,
             Workers(self.options.jobs) as workers,
             publish_together() as files,
             files.file(path) as sink,  # published last
         ):
-            written = write(sink, against(job, base, name), workers)
+            newest = None
+            if job.config.is_lossy:
+                newest = found_base(functools.partial(self.open_newest, path), stack, [])
+            written = write(sink, after(against(job, base, name), newest, base), workers)
             if self.options.n_exact and written.n_lossy:
                 sink.flush()
                 place, temporary = residual_of(Path(sink.name), path), Path(sink.name)

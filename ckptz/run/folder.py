@@ -351,6 +351,19 @@ class StepStore:
             return self._origin.open_in(self.local_folder, stack), 0
         return None
 
+    def open_newest(self, stack: contextlib.ExitStack) -> Checkpoint | None:
+        """Open the newest file of weights, which `stack` closes; None if there is none.
+
+        Raises:
+            Exception: it cannot be read; stores behind URLs have errors of their own.
+        """
+        steps = self.listing().weights_steps
+        if not steps:
+            return None
+        newest = stack.enter_context(self.opened(StepFile(steps[-1], "weights")))
+        newest.share_decoded(self.last)
+        return newest
+
     def next_is_full(self, rule: ChainRule) -> bool:
         """Return whether the next file of weights will certainly be a full file."""
         if self._origin is not None:

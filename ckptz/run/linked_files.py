@@ -146,7 +146,7 @@ class LinkedFiles:
             FormatError, MissingBaseError: the newest file or one of its bases is damaged or missing.
             OSError: a file has been deleted or cannot be read.
         """
-        if (chosen := self._chosen(path.absolute(), stack)) is not None:
+        if (chosen := self._chosen(path, stack)) is not None:
             base, inode = chosen
             if names := link_chain(base, path.parent):
                 base.share_decoded(self.last)
@@ -158,14 +158,18 @@ class LinkedFiles:
         opened = self._origin.open_in(path.parent, stack)
         return opened, opened.paths[0].name, None
 
-    def _chosen(self, path: Path, stack: contextlib.ExitStack) -> tuple[Checkpoint, Inode] | None:
-        """Open the base of the next file; None for a full file."""
+    def open_newest(self, path: Path, stack: contextlib.ExitStack) -> Checkpoint | None:
+        """Open the newest file except `path`, which is about to be replaced; None if there is none."""
         for candidate in reversed(self._saved):
             with contextlib.suppress(FileNotFoundError):  # the framework deleted it
-                if candidate != path:  # which is about to be replaced
-                    newest = stack.enter_context(contextlib.closing(open_checkpoint(candidate)))
-                    break
-        else:
+                if candidate != path.absolute():
+                    return stack.enter_context(contextlib.closing(open_checkpoint(candidate)))
+        return None
+
+    def _chosen(self, path: Path, stack: contextlib.ExitStack) -> tuple[Checkpoint, Inode] | None:
+        """Open the base of the next file; None for a full file."""
+        newest, path = self.open_newest(path, stack), path.absolute()
+        if newest is None:
             return None
         chain = self._learn(newest)
         files, kept, steps = self._existing_files(path, chain[0])

@@ -205,7 +205,9 @@ def choose_strategies(
     tensors_to_encode = {}
     for name, tensor in ready.tensors.items():
         base = matching_base(tensor, ready.bases.get(name))
-        tensors_to_encode[name] = TensorToEncode(tensor, base, all_guides.get(name, NO_SIDE_INFORMATION))
+        tensors_to_encode[name] = TensorToEncode(
+            tensor, base, guide=all_guides.get(name, NO_SIDE_INFORMATION)
+        )
     finer = space.finer(template)
     points = (cube.config(point) for cube in cubes for point in cube.points)
     configs = list(dict.fromkeys([*points, *finer, *(() if parent is None else (parent,))]))

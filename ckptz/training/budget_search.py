@@ -25,7 +25,7 @@ from ckptz.run.writer import found_base
 from ckptz.search.budget import Budget, SearchOptions, SearchReport, config_of, recorded_in
 from ckptz.search.run import SearchRun, search_and_write
 from ckptz.store.resolve import Checkpoint, base_ref
-from ckptz.training.files import LossSettings, StepState, id_of, remembering
+from ckptz.training.files import LossSettings, StepState, after, id_of, remembering
 from ckptz.training.state import model_state
 
 # A calibration, a function that returns one, or the path of its file.
@@ -130,15 +130,16 @@ class BudgetSearch:
         with contextlib.ExitStack() as stack:
             opened = {kind: found_base(partial(store.open_base, kind, rule), stack, []) for kind in kinds}
             bases = {kind: None if one is None else one[0] for kind, one in opened.items()}
+            newest = found_base(store.open_newest, stack, [])
             target = store.local_folder / file.name
             try:
-                report = self._search(state, calibration, target, bases, jobs)
+                report = self._search(state, calibration, target, bases, newest, jobs)
             except (FormatError, MissingBaseError):
                 if not any(bases.values()):
                     raise
-                # A base is damaged: the files will be full files.
+                # A base or the newest file is damaged: the files will be full files.
                 bases = dict.fromkeys(kinds)
-                report = self._search(state, calibration, target, bases, jobs)
+                report = self._search(state, calibration, target, bases, None, jobs)
             ids = {kind: id_of(base) for kind, base in bases.items()}
         if report.config is None:
             self._last = None
@@ -153,6 +154,7 @@ class BudgetSearch:
         calibration: Calibrated | None,
         target: Path,
         bases: Mapping[FileKind, Checkpoint | None],
+        newest: Checkpoint | None,
         jobs: int,
     ) -> SearchReport:
         opened = [base for base in bases.values() if base is not None]
@@ -167,6 +169,7 @@ class BudgetSearch:
             base=base_ref(opened[0]) if opened else None,
             bases=remembering(stored),
         )
+        job = after(job, newest, bases["weights"])
         with Workers(jobs) as workers:
             run = SearchRun(
                 workers=workers,

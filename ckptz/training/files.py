@@ -42,6 +42,7 @@ from ckptz.run.step_files import (
     FileKind,
     StepFile,
 )
+from ckptz.run.writer import found_base
 from ckptz.state.flatten import check_strides, flatten
 from ckptz.state.roles import BASES, Role, Rule, role_of
 from ckptz.state.skeleton import DTypeName, Size, TensorRef, View, parse_tree, with_leaves
@@ -260,7 +261,8 @@ class StepWriter:
                 if state.n_lossy:
                     restored = open_checkpoint(state_path, last=store.last)
                     stack.callback(restored.close)
-                write_weights = functools.partial(self._write_weights, sink, restored)
+                newest = found_base(store.open_newest, stack, []) if self.method.config.is_lossy else None
+                write_weights = functools.partial(self._write_weights, sink, restored, newest)
                 weights = store.write_against_base("weights", sink, write_weights, rule, notes)
                 sink.flush()
                 n_bytes = amend_metadata(state_path, {WEIGHTS_KEY: weights.content_id})
@@ -283,7 +285,12 @@ class StepWriter:
         return {weights_file: weights, state_file: state, **exact}
 
     def _write_weights(
-        self, sink: BinaryIO, restored: Checkpoint | None, base: Checkpoint | None, position: int
+        self,
+        sink: BinaryIO,
+        restored: Checkpoint | None,
+        newest: Checkpoint | None,
+        base: Checkpoint | None,
+        position: int,
     ) -> Written:
         """Write the weights; `restored` is the state file, or None if it is lossless."""
         state = self.state.like(base)
@@ -295,7 +302,7 @@ class StepWriter:
         if self.tracker is not None and not method.is_last:
             momentum = Momentum(self.tracker, self.step, state.with_optimizers, lossy_tensors(restored))
             job = replace(job, momentum=momentum)
-        return self._write("weights", sink, against(job, base))
+        return self._write("weights", sink, after(against(job, base), newest, base))
 
     def _write_state(self, sink: BinaryIO, base: Checkpoint | None, position: int) -> Written:
         method = self._against("state", base)
@@ -364,6 +371,13 @@ def against(job: WriteJob, base: Checkpoint | None, file: str | None = None) -> 
         return job
     bases = remembering(base.tensors)
     return replace(job, base=base_ref(base, file), bases=bases, base_metadata=base_metadata(base))
+
+
+def after(job: WriteJob, newest: Checkpoint | None, base: Checkpoint | None) -> WriteJob:
+    """Return the job of a delta that knows the open newest file of its run, if that is not the base."""
+    if newest is None or base is None or base.files[0].name == newest.files[0].name:
+        return job
+    return replace(job, newest=remembering(newest.tensors))
 
 
 def residual_job(job: WriteJob, lossy: Checkpoint, file: str, metadata: Mapping[str, str]) -> WriteJob:

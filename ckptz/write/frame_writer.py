@@ -139,11 +139,18 @@ class FilePlan:
         joint = [
             name for name, source in self.tensors.items() if recipes[name].is_joint and source.n_patterns
         ]
-        moves = run(lambda name: recipes[name].movement(self._tensor_to_encode(name, self.base(name))), joint)
+        moves = run(self._movement_of, joint)
         sizes = (self.tensors[name].n_patterns for name in joint)
         pairs = [(moved, n) for moved, n in zip(moves, sizes, strict=True) if moved is not None]
         n_patterns = sum(n for _, n in pairs)
         self._movement = sum(moved * n for moved, n in pairs) / n_patterns if n_patterns else None
+
+    def _movement_of(self, name: str) -> float | None:
+        """Return the movement of a tensor since the newest file of the run, by its recipe."""
+        tensor = self._tensor_to_encode(name, self.base(name))
+        if tensor.newest is not None:
+            tensor = replace(tensor, base=tensor.newest, measured={})
+        return self.recipes[name].movement(tensor)
 
     def _correct(self, momentum: Momentum, run: MapFunction) -> None:
         """Apply the momentum correction to weights, after planning the first moments that it depends on."""
@@ -206,6 +213,7 @@ class FilePlan:
         return TensorToEncode(
             source=self.tensors[name],
             base=base,
+            newest=matching_base(self.tensors[name], self.job.newest.get(name)),
             guide=guide,
             context_tensors=context_tensors,
             run=run,

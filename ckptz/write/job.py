@@ -41,6 +41,8 @@ class WriteJob:
     base: BaseRef | None = None  # the base, or None for a full file
     # Tensors of the base by name; tensors without one of their dtype and shape are stored without base.
     bases: Mapping[str, TensorSource] = field(default_factory=dict)
+    # Tensors of the newest file of a run by name, if that is not the base.
+    newest: Mapping[str, TensorSource] = field(default_factory=dict)
     base_metadata: int | None = None  # checksum of the metadata of a base that is not a .ckptz file
 
     # Facts about the tensors.

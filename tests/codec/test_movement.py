@@ -14,6 +14,7 @@ from safetensors.numpy import save_file as save_plain
 
 from ckptz import Checkpointer, Grid, KeepPolicy, KMeans, compress, inspect
 from ckptz.codec.grid import FULL_SHARE
+from ckptz.codec.lossless import LOSSLESS
 from ckptz.codec.method import Method
 from ckptz.codec.rounding_rule import TO_NEAREST, RoundingRule, choose_rounding
 from ckptz.format.context_rules import labels_of_rows
@@ -256,6 +257,17 @@ def test_deltas_after_a_restore_keep_the_movement_whatever_their_steps(tmp_path:
     assert 0.9 < share_kept(faster[WEIGHT], found[WEIGHT], later[WEIGHT]) < 1.1
 
 
+def test_files_against_pretrained_weights_keep_the_movement_of_each_restart(tmp_path: Path) -> None:
+    """The same thresholds in each of them would round values that they have rounded before."""
+    config = Grid(full_step=0.175)
+    restored = written(tmp_path, "pretrained", state(), LOSSLESS)
+    for i in range(1, 9):
+        later = moved(restored, 0.03, i)
+        loaded = written(tmp_path, str(i), later, config, "pretrained")
+        assert 0.85 < share_kept(later[WEIGHT], loaded[WEIGHT], restored[WEIGHT]) < 1.15
+        restored = loaded
+
+
 def test_a_full_file_after_a_restore_keeps_the_movement(tmp_path: Path) -> None:
     """On the grid of the file that was restored, which the same weights have again."""
     config = Grid(full_step=0.175)  # as in runs that restart
@@ -457,3 +469,25 @@ def test_more_restarts_than_expected_make_steps_finer(tmp_path: Path) -> None:
             saver.restore_latest()
             saver.save(step)
     assert steps_recorded(tmp_path) == [FULL_SHARE / 2] + [0.5] * 10 + [0.25] * 3
+
+
+@pytest.mark.parametrize("is_restored", [False, True])
+def test_steps_against_pretrained_weights_follow_the_movement_between_saves(
+    tmp_path: Path, is_restored: bool
+) -> None:
+    """Not all movement since the pretrained weights, which grows while training moves as far as before."""
+    model, optimizer = trained(1e-6)
+    pretrained, folder = tmp_path / "pretrained.safetensors", tmp_path / "run"
+    save_plain({name: value.detach().numpy() for name, value in model.state_dict().items()}, pretrained)
+    options: dict[str, Any] = {"config": Grid(), "keep": LOSSY, "base": pretrained, "full_every": 1}
+    direction = torch.randn(128, 128, generator=torch.Generator().manual_seed(1)) * model.weight.std()
+    steps = []
+    with Checkpointer(folder, model, optimizer, background=False, **options) as saver:
+        for step in range(1, 9):
+            with torch.no_grad():
+                model.weight += direction * 1e-3
+            saver.save(step)
+            steps.append(record_of(folder, f"step-{step:08d}", "weight").settings["step"])
+            if is_restored:
+                saver.restore(step)
+    assert steps == pytest.approx([steps[0]] * 8, rel=0.25)

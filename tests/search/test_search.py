@@ -262,7 +262,7 @@ def test_sizes_are_predicted_within_a_few_per_cent(ranked: bool, is_delta: bool)
         job = replace(job, base=BaseRef("0" * 64, "base.ckptz", 1), bases=base.tensors)
     with prepared(job) as ready:
         to_encode = {
-            n: TensorToEncode(t, job.bases.get(n), (ready.guides or {}).get(n, NO_SIDE_INFORMATION))
+            n: TensorToEncode(t, job.bases.get(n), guide=(ready.guides or {}).get(n, NO_SIDE_INFORMATION))
             for n, t in tensors.items()
         }
         sizes = predicted_sizes(to_encode, ready.roles or {}, [cube.config(point) for point in cube.points])
