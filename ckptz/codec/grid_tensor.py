@@ -15,11 +15,11 @@ from ckptz.codec.quantizer import Quantizer
 from ckptz.codec.rounding_rule import (
     LEAST,
     LEAST_OF_CLUSTERS,
+    MIN_DECIDING,
     TO_NEAREST,
     RoundingRule,
     choose_rounding,
-    middle_chunk,
-    sampled,
+    deciding_elements,
 )
 from ckptz.codec.sensitivity import floats_in, floats_of
 from ckptz.codec.tensor import Bounds, MapFunction, SideInformation, summed
@@ -44,7 +44,6 @@ from ckptz.kernels.floats import MAX_MAGNITUDE
 SAMPLE_OUTPUTS: Final = 128  # outputs of a layer that levels are fitted to
 N_FITS: Final = 2  # a third fit changes the size by less than 1 %
 FULL_STEPS: Final = 4.0  # least RMS, in steps, of rows of full files whose rounding is chosen
-MIN_DECIDING: Final = 256  # elements that decide on the dither seed at least
 FINEST: Final = 1 / 64  # smallest factor by which steps are reduced
 
 Outputs = NDArray[np.intp]
@@ -152,12 +151,10 @@ class GridTensor(Quantizer):
             peak: steps around zero to ignore.
             most: largest factor of the steps with stochastic rounding; None for no change.
         """
-        bounds = middle_chunk(self.source)
-        values, base, steps, labels, row_patterns = self.inputs(*bounds, self.source.patterns(*bounds))
-        at = sampled(*bounds)
-        of_rows, sample = steps[labels[at // row_patterns]], values[at - bounds[0]].astype(np.float64)
-        origins = np.zeros_like(sample) if base is None else base[at - bounds[0]]
+        parts = [self._sample(*part) for part in deciding_elements(self.source, self.base)]
+        sample, origins, of_rows, thresholds = map(np.concatenate, zip(*parts, strict=True))
         movements = (sample - origins) / of_rows
+        base = self.base
         if base is None:
             movements -= np.rint(movements)
             # Densities that are not smooth over a step look clustered: steps have to be far below the spread.
@@ -166,11 +163,19 @@ class GridTensor(Quantizer):
         if np.count_nonzero(is_far) < MIN_DECIDING:
             is_far[:] = True
         old = self.rounding_rule
-        thresholds = old.thresholds(bounds[0], bounds[1] - bounds[0])[at - bounds[0]]
         least = LEAST_OF_CLUSTERS if base is None else LEAST
         rule = choose_rounding(np.where(is_far, movements, np.nan), thresholds, old, new_seed, least)
         share = min(max(most, FINEST), 1.0) if most and rule.is_stochastic else 1.0
         return replace(self, rounding_rule=rule, rows=replace(self.rows, steps=self.rows.steps * share))
+
+    def _sample(self, bounds: Bounds, at: NDArray[np.int64]) -> tuple[NDArray[Any], ...]:
+        """Return the values, base values, steps and thresholds of elements `at` of a chunk; [n] each."""
+        begin, end = bounds
+        values, base, steps, labels, row_patterns = self.inputs(begin, end, self.source.patterns(begin, end))
+        sample = values[at - begin].astype(np.float64)
+        origins = np.zeros_like(sample) if base is None else base[at - begin].astype(np.float64)
+        thresholds = self.rounding_rule.thresholds(begin, end - begin)[at - begin]
+        return sample, origins, steps[labels[at // row_patterns]], thresholds
 
     def fit(self, counted: _Counted) -> tuple[int, LinearTable]:
         """Fit the largest magnitude that has codes, and the levels of the codes."""

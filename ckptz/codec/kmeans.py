@@ -30,8 +30,7 @@ from ckptz.codec.rounding_rule import (
     TO_NEAREST,
     RoundingRule,
     choose_rounding,
-    middle_chunk,
-    sampled,
+    deciding_elements,
 )
 from ckptz.codec.sensitivity import SensitivityHistogram, floats_of
 from ckptz.codec.tensor import (
@@ -189,14 +188,17 @@ class LevelQuantizer(Quantizer):
     def choose_rounding(
         self, source: TensorSource, base: TensorSource, old: RoundingRule, new_seed: int
     ) -> RoundingRule:
-        """Choose the rounding rule from one chunk; `old` is the rule of the base's file."""
-        begin, end = middle_chunk(source)
-        at = sampled(begin, end) - begin
-        values, decoded = (floats_of(one.patterns(begin, end)[at], self.kind) for one in (source, base))
-        below, share = self._places(values)
-        gaps = (self.levels[1:] - self.levels[:-1]).astype(np.float64)[below]
-        movements = np.where((share > 0) & (share < 1), (values.astype(np.float64) - decoded) / gaps, np.nan)
-        thresholds = old.thresholds(begin, end - begin)[at]
+        """Choose the rounding rule from a sample; `old` is the rule of the base's file."""
+        all_movements, all_thresholds = [], []
+        for (begin, end), indices in deciding_elements(source, base):
+            at = indices - begin
+            values, decoded = (floats_of(one.patterns(begin, end)[at], self.kind) for one in (source, base))
+            below, share = self._places(values)
+            gaps = (self.levels[1:] - self.levels[:-1]).astype(np.float64)[below]
+            is_between = (share > 0) & (share < 1)
+            all_movements.append(np.where(is_between, (values.astype(np.float64) - decoded) / gaps, np.nan))
+            all_thresholds.append(old.thresholds(begin, end - begin)[at])
+        movements, thresholds = np.concatenate(all_movements), np.concatenate(all_thresholds)
         return choose_rounding(movements, thresholds, old, new_seed, LEAST_OF_CLUSTERS)
 
 

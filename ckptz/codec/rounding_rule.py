@@ -24,6 +24,8 @@ LEAST: Final = 0.02  # c up to which a grid is rounded to nearest
 # The same for full files, and for k-means levels, where c is 0.02 to 0.12 without a restore.
 LEAST_OF_CLUSTERS: Final = 0.15
 N_SAMPLED: Final = 1 << 14  # elements of one chunk
+MIN_DECIDING: Final = 256  # elements that decide on the rule at least, if a tensor has so many
+MOST_LEAST: Final = 0.5  # largest coefficient that few elements need
 SURE: Final = 4.0  # standard errors of a significant correlation
 FARTHEST: Final = 2.0  # steps; larger residuals are clipped to this
 SEED_KEY: Final = "drawn"  # of the dither seed in the record of a frame
@@ -76,6 +78,31 @@ def sampled(begin: int, end: int) -> NDArray[np.int64]:
     return np.arange(begin, end, max((end - begin) // N_SAMPLED, 1))[:N_SAMPLED]
 
 
+def deciding_elements(
+    source: TensorSource, base: TensorSource | None
+) -> list[tuple[tuple[int, int], NDArray[np.int64]]]:
+    """Return the elements that decide on the rule of a tensor.
+
+    These are evenly spaced ones of the middle chunk. If nearly all of them equal the base, as in an embedding
+    of which few rows were trained, they are the elements of all chunks that do not.
+
+    Returns:
+        The bounds of chunks (begin, end), each with ascending indices in the tensor, int64 [n].
+    """
+    bounds = middle_chunk(source)
+    at = sampled(*bounds)
+    if base is None:
+        return [(bounds, at)]
+    is_moved = source.patterns(*bounds)[at - bounds[0]] != base.patterns(*bounds)[at - bounds[0]]
+    if np.count_nonzero(is_moved) >= MIN_DECIDING:
+        return [(bounds, at)]
+    moved = []
+    for begin, end in source.chunk_bounds():
+        indices = np.flatnonzero(source.patterns(begin, end) != base.patterns(begin, end))
+        moved.append(((begin, end), begin + indices[:: max(len(indices) // N_SAMPLED, 1)]))
+    return [(chunk, indices) for chunk, indices in moved if len(indices)] or [(bounds, at)]
+
+
 def choose_rounding(
     movements: Reals,
     thresholds: NDArray[np.float32] | None,
@@ -103,7 +130,8 @@ def choose_rounding(
     if thresholds is not None and _explained(known, thresholds[is_known].astype(np.float64)):
         return old
     coefficient = np.cos(2 * np.pi * known).mean()
-    return RoundingRule(new_seed) if coefficient > max(least, 3 / np.sqrt(2 * len(known))) else TO_NEAREST
+    sure = min(3 / np.sqrt(2 * len(known)), MOST_LEAST)
+    return RoundingRule(new_seed) if coefficient > max(least, sure) else TO_NEAREST
 
 
 def _explained(movements: Reals, thresholds: Reals) -> bool:

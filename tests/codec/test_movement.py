@@ -279,6 +279,20 @@ def test_a_full_file_after_a_restore_keeps_the_movement(tmp_path: Path) -> None:
     assert np.abs(found[WEIGHT] - later[WEIGHT]).max() <= record_of(tmp_path, "1").max_abs_error
 
 
+@pytest.mark.parametrize("rows", [slice(0, 3000), slice(100, 70_000, 2500)])
+@pytest.mark.parametrize("config", [Grid(), KMeans()])
+def test_a_delta_keeps_the_movement_of_few_rows(tmp_path: Path, config: Method, rows: slice) -> None:
+    """Such as the rows of an embedding whose tokens have occurred; none or few are in the middle chunk."""
+    shape = (70_000, 32)
+    assert shape[0] * shape[1] > 2 * CHUNK_VALUES
+    restored = written(tmp_path, "0", state(shape=shape), config)
+    later = {**restored, WEIGHT: restored[WEIGHT].copy()}
+    later[WEIGHT][rows] = moved(restored, 0.1, 1)[WEIGHT][rows]
+    loaded = written(tmp_path, "1", later, config, "0")
+    kept = share_kept(later[WEIGHT][rows], loaded[WEIGHT][rows], restored[WEIGHT][rows])
+    assert kept == pytest.approx(1, abs=0.05 if rows.step is None else 0.35)
+
+
 def test_a_file_to_be_shipped_keeps_little_of_a_small_movement(tmp_path: Path) -> None:
     config = Grid(purpose="ship")
     restored = written(tmp_path, "0", state(), config)
