@@ -16,7 +16,7 @@ NEW = {"x": make(torch.float32, 1500, 1001, seed=1), "y": torch.arange(6) * 2}
 
 
 def save_over(library: Library, path: Path) -> None:
-    """As any program saves: in place of the old file."""
+    """Save new tensors to the same path with the library's own `save_file`."""
     library.torch.save_file(NEW, path)
 
 
@@ -66,7 +66,7 @@ def write_over(path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [cut, empty, write_over], ids=lambda change: change.__name__)
-def test_a_file_that_is_written_to_gives_an_error_and_no_wrong_byte(
+def test_a_file_that_is_overwritten_in_place_raises_an_error(
     change: Callable[[Path], None], tmp_path: Path
 ) -> None:
     path = tmp_path / "x.ckptz"
@@ -99,7 +99,7 @@ def test_a_delta_keeps_the_base_that_it_was_opened_with(change: Change, tmp_path
 
 
 @pytest.mark.parametrize("change", [cut, write_over], ids=lambda change: change.__name__)
-def test_a_base_that_is_written_to_gives_an_error_that_names_it(change: Change, tmp_path: Path) -> None:
+def test_a_base_that_is_overwritten_in_place_is_named_in_the_error(change: Change, tmp_path: Path) -> None:
     CKPTZ.torch.save_file(OLD, tmp_path / "base.ckptz")
     CKPTZ.torch.save_file(
         {**OLD, "x": OLD["x"] * 1.01}, tmp_path / "delta.ckptz", base=tmp_path / "base.ckptz"

@@ -1,4 +1,4 @@
-"""What the loading API of ckptz has beyond safetensors, and where it differs on purpose."""
+"""The loading API of ckptz where it has more than safetensors, or differs on purpose."""
 
 import doctest
 import importlib
@@ -30,7 +30,7 @@ PAGE = ROOT / "docs" / "safetensors-differences.md"
 ONES = torch.ones(2, 3)
 
 
-def test_the_package_names_come_when_asked_for() -> None:
+def test_names_of_the_package_are_imported_on_first_use() -> None:
     assert ckptz.safe_open.__module__ == "ckptz.api.read"
     assert {"safe_open", "LOSSLESS", "__version__"} <= set(dir(ckptz))
     with pytest.raises(AttributeError, match="nothing"):
@@ -61,9 +61,9 @@ print("torch" in sys.modules)
 )
 def test_the_examples_run(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    found = doctest.testmod(importlib.import_module(f"ckptz.{module}"))
-    assert found.attempted > 0
-    assert found.failed == 0
+    result = doctest.testmod(importlib.import_module(f"ckptz.{module}"))
+    assert result.attempted > 0
+    assert result.failed == 0
 
 
 def public_functions() -> list[tuple[str, Any]]:
@@ -93,7 +93,7 @@ def test_threads_change_no_byte(tmp_path: Path, jobs: int) -> None:
     assert all(tensor.is_contiguous() for tensor in loaded.values())
 
 
-def test_a_plain_file_gets_safetensors_own_handle(tmp_path: Path) -> None:
+def test_a_plain_file_is_opened_with_the_handle_of_safetensors(tmp_path: Path) -> None:
     safetensors.torch.save_file({"x": ONES}, tmp_path / "x")
     assert type(CKPTZ.safe_open(tmp_path / "x", "pt")) is safetensors.safe_open
     assert CKPTZ.safe_open(tmp_path / "x", "tf").keys() == ["x"]
@@ -134,28 +134,28 @@ def test_lazily_negated_tensors_are_saved_by_value(tensor: torch.Tensor) -> None
     assert same(loaded, tensor.resolve_conj().resolve_neg())
 
 
-def test_parts_that_lie_apart_in_one_memory_are_found(tmp_path: Path) -> None:
-    whole = torch.arange(6.0)
-    state = {"whole": whole, "first": whole[1:2], "last": whole[4:]}
+def test_disjoint_views_of_one_buffer_are_refused_or_stored_once(tmp_path: Path) -> None:
+    buffer = torch.arange(6.0)
+    state = {"buffer": buffer, "first": buffer[1:2], "last": buffer[4:]}
     with pytest.raises(RuntimeError, match=r"first.*last|last.*first"):
         CKPTZ.torch.save_file(state, tmp_path / "x")
     model = torch.nn.Module()
     for name, tensor in state.items():
         model.register_buffer(name, tensor)
     CKPTZ.torch.save_model(model, tmp_path / "x")
-    assert CKPTZ.safe_open(tmp_path / "x", "pt").metadata() == {"first": "whole", "last": "whole"}
+    assert CKPTZ.safe_open(tmp_path / "x", "pt").metadata() == {"first": "buffer", "last": "buffer"}
     assert CKPTZ.torch.load_model(model, tmp_path / "x") == (set(), [])
 
 
 @pytest.mark.parametrize("name", ["float4", "float8_e8m0fnu", "float8_e4m3fn", "bfloat16"])
-def test_load_takes_every_dtype_that_load_file_takes(name: str) -> None:
+def test_load_accepts_every_dtype_that_load_file_accepts(name: str) -> None:
     tensor = every_dtype()[name]
     loaded = CKPTZ.torch.load(CKPTZ.torch.save({"x": tensor}))["x"]
     assert loaded.dtype == tensor.dtype
     assert same(bits(loaded), bits(tensor))
 
 
-def test_a_dtype_error_is_caught_as_any_that_safetensors_raises() -> None:
+def test_a_dtype_error_is_of_every_class_that_safetensors_raises() -> None:
     for kind in (SafetensorError, TypeError, AttributeError, KeyError):
         assert issubclass(DTypeError, kind)
     assert str(DTypeError("no such dtype")) == "no such dtype"
@@ -168,7 +168,7 @@ def test_the_page_of_differences_lists_at_most_five() -> None:
 
 
 def odd_types() -> dict[str, ArraySource]:
-    """Tensors of the types that PyTorch and numpy cannot hold, or cannot hold in this shape."""
+    """Build tensors of dtypes that PyTorch and numpy lack, or lack for this shape."""
     rows = {"f6": ("F6_E2M3", (4,)), "f6b": ("F6_E3M2", (2, 4)), "f4": ("F4", (2, 3)), "x": ("U8", (3,))}
     return {
         name: ArraySource(dtype_of(code), shape, np.arange(dtype_of(code).n_bytes(shape), dtype=np.uint8))
@@ -177,7 +177,7 @@ def odd_types() -> dict[str, ArraySource]:
 
 
 @pytest.mark.parametrize("framework", ["pt", "np"])
-def test_types_without_a_home_are_refused_when_read(framework: str, tmp_path: Path) -> None:
+def test_dtypes_that_the_framework_lacks_are_refused_when_read(framework: str, tmp_path: Path) -> None:
     with publish(tmp_path / "ours") as sink, Workers(1) as workers:
         writer.write(sink, WriteJob(tensors=odd_types()), workers)
     with publish(tmp_path / "theirs") as sink:
@@ -194,18 +194,18 @@ def test_types_without_a_home_are_refused_when_read(framework: str, tmp_path: Pa
                     read(name)
 
 
-def test_tensors_go_to_the_device_of_the_framework() -> None:
-    source = {name: tensor for name, tensor in CKPTZ.torch._sources(every_dtype()).items()}
-    makes = TorchTensors("meta", is_strict=False)
-    for name, patterns in source.items():
-        tensor, room = makes.allocate(patterns.dtype, makes.shape_of(patterns.dtype, patterns.shape))
+def test_tensors_are_moved_to_the_device_when_finished() -> None:
+    sources = CKPTZ.torch._sources(every_dtype())
+    framework = TorchTensors("meta", is_strict=False)
+    for name, source in sources.items():
+        tensor, buffer = framework.allocate(source.dtype, framework.shape_of(source.dtype, source.shape))
         assert tensor.device.type == "cpu"
-        assert room.nbytes == patterns.dtype.n_bytes(patterns.shape)
-        assert makes.finish(tensor).device.type == "meta"
-        assert makes.finish(tensor).shape == every_dtype()[name].shape
+        assert buffer.nbytes == source.dtype.n_bytes(source.shape)
+        assert framework.finish(tensor).device.type == "meta"
+        assert framework.finish(tensor).shape == every_dtype()[name].shape
 
 
-def test_patterns_of_a_tensor_on_a_device_are_fetched_piece_by_piece() -> None:
+def test_ranges_of_a_tensor_are_copied_to_the_host() -> None:
     tensor = make(torch.float32, 100)
     assert (
         CKPTZ.torch._copy_to_host(tensor.view(torch.uint8), 4, 3, 9).tobytes()
@@ -217,7 +217,7 @@ def test_patterns_of_a_tensor_on_a_device_are_fetched_piece_by_piece() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", 0])
-def test_tensors_go_to_the_device(tmp_path: Path, device: Any) -> None:
+def test_tensors_are_loaded_to_a_cuda_device(tmp_path: Path, device: Any) -> None:
     tensors = every_dtype() | {"large": make(torch.bfloat16, 1500, 1001), "empty": torch.zeros(0, 3)}
     CKPTZ.torch.save_file({n: t.cuda() for n, t in tensors.items()}, tmp_path / "x")
     SAFETENSORS.torch.save_file(tensors, tmp_path / "plain")

@@ -1,4 +1,4 @@
-"""`safe_open` as safetensors has it: the same cases, the same assertions, for both libraries."""
+"""`safe_open`: the same cases and assertions for ckptz and safetensors."""
 
 import copy
 import pickle
@@ -33,8 +33,8 @@ FILE = "shapes.file"
 
 
 @pytest.fixture(scope="module", params=[*LIBRARIES, "ckptz-plain"], ids=str)
-def place(request: Any, tmp_path_factory: Any) -> tuple[Library, Path]:
-    """A library and a folder of files that it can open; ckptz also opens what safetensors wrote."""
+def library_and_folder(request: Any, tmp_path_factory: Any) -> tuple[Library, Path]:
+    """Return a library and a folder of files for it; ckptz also opens files that safetensors wrote."""
     is_plain = request.param == "ckptz-plain"
     library, writer = (CKPTZ, SAFETENSORS) if is_plain else (request.param, request.param)
     folder = tmp_path_factory.mktemp("handle")
@@ -42,20 +42,20 @@ def place(request: Any, tmp_path_factory: Any) -> tuple[Library, Path]:
     writer.torch.save_file(every_dtype(), folder / "dtypes.file", metadata=METADATA)
     writer.torch.save_file({}, folder / "no-tensors.file")
     writer.torch.save_file({"point": shapes()["point"]}, folder / "no-texts.file", metadata={})
-    whole = (folder / FILE).read_bytes()
-    damaged = {"few": b"abc", "none": b"", "junk": b"x" * 500, "header": whole[:30], "longer": whole + b"z"}
-    for name, data in {**damaged, "shorter": whole[:-3]}.items():
-        (folder / f"{name}.file").write_bytes(data)
+    data = (folder / FILE).read_bytes()
+    damaged = {"few": b"abc", "none": b"", "junk": b"x" * 500, "header": data[:30], "longer": data + b"z"}
+    for name, content in {**damaged, "shorter": data[:-3]}.items():
+        (folder / f"{name}.file").write_bytes(content)
     return library, folder
 
 
 def opens(framework: Any = "pt", device: Any = "cpu", file: str = FILE, **options: Any) -> Callable[..., Any]:
-    """An action that opens a file and lists its tensors."""
+    """Return an action that opens a file and lists its tensors."""
     return lambda library, folder: library.safe_open(folder / file, framework, device, **options).keys()
 
 
 def reads(action: Callable[[Any], Any], framework: str = "pt", device: Any = "cpu", file: str = FILE) -> Any:
-    """An action on an open handle."""
+    """Return an action that opens a file and calls `action` with the handle."""
 
     def run(library: Library, folder: Path) -> Any:
         with library.safe_open(folder / file, framework, device) as handle:
@@ -65,7 +65,7 @@ def reads(action: Callable[[Any], Any], framework: str = "pt", device: Any = "cp
 
 
 def closed(action: Callable[[Any], Any]) -> Callable[[Library, Path], Any]:
-    """An action on a handle that was closed."""
+    """Return an action that calls `action` with a closed handle."""
 
     def run(library: Library, folder: Path) -> Any:
         with library.safe_open(folder / FILE, "pt") as handle:
@@ -227,7 +227,7 @@ HANDLE = [
 ]  # fmt: skip
 
 no_accelerator = pytest.mark.skipif(
-    torch.accelerator.is_available(), reason="the errors of a machine without one"
+    torch.accelerator.is_available(), reason="needs a machine without an accelerator"
 )
 DEVICES = [
     *(
@@ -250,28 +250,28 @@ DEVICES = [
 
 
 @named(OPENING)
-def test_opening(place: tuple[Library, Path], case: Case) -> None:
-    assert agrees(outcome(lambda: case.action(*place)), case.expected)
+def test_opening(library_and_folder: tuple[Library, Path], case: Case) -> None:
+    assert agrees(outcome(lambda: case.action(*library_and_folder)), case.expected)
 
 
 @named(READING)
-def test_reading(place: tuple[Library, Path], case: Case) -> None:
-    assert agrees(outcome(lambda: case.action(*place)), case.expected)
+def test_reading(library_and_folder: tuple[Library, Path], case: Case) -> None:
+    assert agrees(outcome(lambda: case.action(*library_and_folder)), case.expected)
 
 
 @named(HANDLE)
-def test_handle(place: tuple[Library, Path], case: Case) -> None:
-    assert agrees(outcome(lambda: case.action(*place)), case.expected)
+def test_handle(library_and_folder: tuple[Library, Path], case: Case) -> None:
+    assert agrees(outcome(lambda: case.action(*library_and_folder)), case.expected)
 
 
 @no_accelerator
 @named(DEVICES)
-def test_devices_that_are_not_there(place: tuple[Library, Path], case: Case) -> None:
-    assert agrees(outcome(lambda: case.action(*place)), case.expected)
+def test_missing_devices(library_and_folder: tuple[Library, Path], case: Case) -> None:
+    assert agrees(outcome(lambda: case.action(*library_and_folder)), case.expected)
 
 
-def test_a_slice_outlives_its_handle(place: tuple[Library, Path]) -> None:
-    library, folder = place
+def test_a_slice_outlives_its_handle(library_and_folder: tuple[Library, Path]) -> None:
+    library, folder = library_and_folder
     with library.safe_open(folder / FILE, "pt") as handle:
         part = handle.get_slice("box")
     assert part.get_shape() == [2, 3, 4]
@@ -279,8 +279,8 @@ def test_a_slice_outlives_its_handle(place: tuple[Library, Path]) -> None:
     assert same(part[1], shapes()["box"][1])
 
 
-def test_writing_to_a_tensor_leaves_the_file_alone(place: tuple[Library, Path]) -> None:
-    library, folder = place
+def test_writing_to_a_tensor_leaves_the_file_alone(library_and_folder: tuple[Library, Path]) -> None:
+    library, folder = library_and_folder
     for framework in ("pt", "np"):
         with library.safe_open(folder / FILE, framework) as handle:
             handle.get_tensor("line")[0] = 99
@@ -289,8 +289,8 @@ def test_writing_to_a_tensor_leaves_the_file_alone(place: tuple[Library, Path]) 
             assert handle.get_tensor("line")[:2].tolist() == [0, 1]
 
 
-def test_arrays_that_need_ml_dtypes(place: tuple[Library, Path]) -> None:
-    library, folder = place
+def test_arrays_that_need_ml_dtypes(library_and_folder: tuple[Library, Path]) -> None:
+    library, folder = library_and_folder
     code = f"""
 from {library.name} import safe_open
 
@@ -307,10 +307,10 @@ assert isinstance(outcome(lambda: shapes.get_slice("half")[5]), Exception)
 assert isinstance(outcome(lambda: dtypes.get_tensor("float8_e4m3fn")), AttributeError)
 assert isinstance(outcome(lambda: dtypes.get_slice("float8_e5m2")[0]), AttributeError)
 import ml_dtypes
-whole, row, everything = map(outcome, reads)
-assert whole.dtype == row.dtype == ml_dtypes.bfloat16
-assert whole.tolist() == [[0, 1, 2], [3, 4, 5]] and row.tolist() == [3, 4, 5]
-assert everything["half"].tobytes() == whole.tobytes()
+array, row, tensors = map(outcome, reads)
+assert array.dtype == row.dtype == ml_dtypes.bfloat16
+assert array.tolist() == [[0, 1, 2], [3, 4, 5]] and row.tolist() == [3, 4, 5]
+assert tensors["half"].tobytes() == array.tobytes()
 print("passed")
 """
     assert run_python(code) == "passed\n"

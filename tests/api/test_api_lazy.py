@@ -1,4 +1,4 @@
-"""What a handle decodes and keeps: only the chunks an index touches, within a bound, safe for threads."""
+"""Lazy reading: a handle decodes only the chunks of an index, caches them, and is thread-safe."""
 
 import gc
 import os
@@ -22,23 +22,23 @@ from ckptz.format.reader import FrameSource
 from ckptz.format.sources import CHUNK_VALUES
 from tests.support.api_support import CKPTZ, make, outcome, same
 
-LARGE = make(torch.uint8, 5, 1 << 10, 1 << 10)  # a chunk for each of five rows
+LARGE = make(torch.uint8, 5, 1 << 10, 1 << 10)  # five rows of one chunk each
 SLANTED = make(torch.bfloat16, 4000, 777)  # three chunks
 TENSORS = {"large": LARGE, "slanted": SLANTED, "small": make(torch.float32, 7, 5)}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: Any) -> Path:
-    """A file, and a chain of two deltas on it."""
-    at = tmp_path_factory.mktemp("lazy")
-    CKPTZ.torch.save_file(TENSORS, at / "full.ckptz")
-    CKPTZ.torch.save_file(step(1), at / "one.ckptz", base=at / "full.ckptz")
-    CKPTZ.torch.save_file(step(2), at / "two.ckptz", base=at / "one.ckptz")
-    return at
+    """Write a full file and a chain of two deltas."""
+    root = tmp_path_factory.mktemp("lazy")
+    CKPTZ.torch.save_file(TENSORS, root / "full.ckptz")
+    CKPTZ.torch.save_file(step(1), root / "one.ckptz", base=root / "full.ckptz")
+    CKPTZ.torch.save_file(step(2), root / "two.ckptz", base=root / "one.ckptz")
+    return root
 
 
 def step(n: int) -> dict[str, torch.Tensor]:
-    """The tensors, with a few patterns changed."""
+    """Return TENSORS with a few values changed."""
     changed = {name: tensor.clone() for name, tensor in TENSORS.items()}
     for tensor in changed.values():
         tensor.view(-1).view(torch.uint8)[:: 100_003 // n] ^= n
@@ -53,24 +53,26 @@ def test_a_chain_is_restored_into_the_tensors_without_second_buffers(tmp_path: P
         tensor = tensor * 1.001
         CKPTZ.torch.save_file({"w": tensor}, path, base=base, effort="fast")
     peaks = {}
-    for path in (paths[0], paths[2], paths[0], paths[2]):  # of second times: the first may make tables
+    for path in (paths[0], paths[2], paths[0], paths[2]):  # the first reads may also build tables
         tracemalloc.start()
         loaded = CKPTZ.torch.load_file(path, jobs=1)["w"]
         peaks[path] = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     assert same(loaded, tensor)
-    assert peaks[paths[2]] < peaks[paths[0]] + CHUNK_VALUES  # bytes; a chunk of the base has four times more
+    assert (
+        peaks[paths[2]] < peaks[paths[0]] + CHUNK_VALUES
+    )  # in bytes; a buffer for a chunk of the base would add 4x that
 
 
 @pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, str, int]]:
-    """Counts chunks by (file, tensor, chunk) as they are decoded."""
+    """Return the number of times that each (file, tensor, chunk) is decoded."""
     counts: Counter[tuple[str, str, int]] = Counter()
     decode = FrameSource._decode
 
-    def counting(self: FrameSource, index: int, out: Any, held: Any) -> Any:
+    def counting(self: FrameSource, index: int, out: Any, patterns: Any) -> Any:
         counts[Path(self._container.name).stem, self.entry.name, index] += 1
-        return decode(self, index, out, held)
+        return decode(self, index, out, patterns)
 
     monkeypatch.setattr(FrameSource, "_decode", counting)
     return counts
@@ -95,8 +97,8 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, str, int]]:
 def test_a_slice_decodes_the_chunks_it_touches_once(
     folder: Path, decoded: Counter[Any], index: Any, chunks: set[int]
 ) -> None:
-    found = CKPTZ.safe_open(folder / "full.ckptz", "pt").get_slice("large")[index]
-    assert same(found, LARGE[index])
+    part = CKPTZ.safe_open(folder / "full.ckptz", "pt").get_slice("large")[index]
+    assert same(part, LARGE[index])
     assert dict(decoded) == {("full", "large", chunk): 1 for chunk in chunks}
 
 
@@ -104,12 +106,12 @@ def test_a_slice_of_a_delta_decodes_the_same_chunks_in_every_file(
     folder: Path, decoded: Counter[Any]
 ) -> None:
     with CKPTZ.safe_open(folder / "two.ckptz", "np") as handle:
-        found = handle.get_slice("large")[1:3, 5]
-    assert same(found, step(2)["large"][1:3, 5].numpy())
+        part = handle.get_slice("large")[1:3, 5]
+    assert same(part, step(2)["large"][1:3, 5].numpy())
     assert dict(decoded) == {(f, "large", c): 1 for f in ("full", "one", "two") for c in (1, 2)}
 
 
-def test_the_next_slice_finds_what_the_last_one_decoded(folder: Path, decoded: Counter[Any]) -> None:
+def test_decoded_chunks_are_cached_for_the_next_slice(folder: Path, decoded: Counter[Any]) -> None:
     part = CKPTZ.safe_open(folder / "two.ckptz", "pt").get_slice("slanted")
     for column in range(5):
         assert same(part[:, column], step(2)["slanted"][:, column].contiguous())
@@ -129,8 +131,8 @@ def test_a_failed_decoding_is_tried_again() -> None:
     cache = CachedChunks()
     with pytest.raises(ChecksumError):
         cache.get(("x", 0), lambda: (_ for _ in ()).throw(ChecksumError("changed")))
-    whole = Decoded(np.ones(1, np.uint8), None)
-    assert cache.get(("x", 0), lambda: whole) is whole
+    chunk = Decoded(np.ones(1, np.uint8), None)
+    assert cache.get(("x", 0), lambda: chunk) is chunk
 
 
 def random_index(random: np.random.Generator, shape: tuple[int, ...]) -> Any:
@@ -145,9 +147,9 @@ def random_index(random: np.random.Generator, shape: tuple[int, ...]) -> Any:
 
 @pytest.mark.parametrize("file", ["full", "two"])
 def test_sixteen_threads_slice_one_handle(folder: Path, file: str) -> None:
-    truth = TENSORS if file == "full" else step(2)
+    expected = TENSORS if file == "full" else step(2)
     handle = CKPTZ.safe_open(folder / f"{file}.ckptz", "pt", jobs=2)
-    names = sorted(truth)
+    names = sorted(expected)
     begin = threading.Barrier(16)
 
     def read(seed: int) -> int:
@@ -155,10 +157,10 @@ def test_sixteen_threads_slice_one_handle(folder: Path, file: str) -> None:
         begin.wait()
         for _ in range(12):
             name = names[random.integers(len(names))]
-            index = random_index(random, tuple(truth[name].shape))
-            if not same(handle.get_slice(name)[index], truth[name][index].contiguous()):
+            index = random_index(random, tuple(expected[name].shape))
+            if not same(handle.get_slice(name)[index], expected[name][index].contiguous()):
                 return 1
-        return 0 if same(handle.get_tensor("small"), truth["small"]) else 1
+        return 0 if same(handle.get_tensor("small"), expected["small"]) else 1
 
     with ThreadPoolExecutor(16) as pool:
         assert sum(pool.map(read, range(16))) == 0
@@ -175,15 +177,15 @@ def test_threads_may_read_while_another_closes(folder: Path) -> None:
         handle.get_slice("slanted")
 
 
-def open_files(at: Path) -> list[str]:
+def open_files(folder: Path) -> list[str]:
     links = Path("/proc/self/fd")
     if not links.exists():
         pytest.skip("no list of open files on this system")
     targets = (os.readlink(link) for link in links.iterdir() if link.is_symlink())
-    return sorted(Path(t).name for t in targets if t.startswith(str(at)))
+    return sorted(Path(t).name for t in targets if t.startswith(str(folder)))
 
 
-def test_files_close_with_the_last_that_reads_them(folder: Path) -> None:
+def test_files_are_closed_with_the_last_handle_or_slice(folder: Path) -> None:
     gc.collect()
     assert open_files(folder) == []
     with CKPTZ.safe_open(folder / "two.ckptz", "pt") as handle:
@@ -196,7 +198,7 @@ def test_files_close_with_the_last_that_reads_them(folder: Path) -> None:
     assert open_files(folder) == []
 
 
-# --- chains ----------------------------------------------------------------------------------------------
+# --- deltas -----------------------------------------------------------------------------------------------
 
 
 def test_a_delta_reads_like_any_other_file(folder: Path) -> None:
@@ -207,15 +209,15 @@ def test_a_delta_reads_like_any_other_file(folder: Path) -> None:
     assert same(CKPTZ.torch.load(as_bytes, search_path=[folder]), loaded)
 
 
-# --- refusals that safetensors has no need of -----------------------------------------------------------
+# --- errors that safetensors does not have ----------------------------------------------------------------
 
 
-def test_a_changed_byte_is_named(folder: Path, tmp_path: Path) -> None:
-    whole = bytearray((folder / "full.ckptz").read_bytes())
+def test_damage_names_the_file_and_the_tensor(folder: Path, tmp_path: Path) -> None:
+    data = bytearray((folder / "full.ckptz").read_bytes())
     with CKPTZ.safe_open(folder / "full.ckptz", "np") as handle:
         source = handle._opened.sources["slanted"]
-        whole[source._container._data_offset + source.entry.offset + source.entry.n_bytes - 9] ^= 1
-    (tmp_path / "changed.ckptz").write_bytes(whole)
+        data[source._container._data_offset + source.entry.offset + source.entry.n_bytes - 9] ^= 1
+    (tmp_path / "changed.ckptz").write_bytes(data)
     with CKPTZ.safe_open(tmp_path / "changed.ckptz", "pt") as handle:
         assert same(handle.get_slice("slanted")[0], SLANTED[0])
         for read in (lambda: handle.get_slice("slanted")[-1], lambda: handle.get_tensor("slanted")):
@@ -243,10 +245,10 @@ def test_free_memory_is_the_limit_by_default(folder: Path, monkeypatch: pytest.M
     assert CKPTZ.torch.load_file(folder / "full.ckptz", max_decoded_bytes=1 << 30)
 
 
-def test_the_free_memory_of_this_machine_is_known_or_not_asked_for() -> None:
+def test_free_memory_is_plausible_or_unknown() -> None:
     free = reading.available_memory()
     assert free is None or 1 << 20 < free < 1 << 50
 
 
-def test_chunks_and_cache_fit_together() -> None:
+def test_the_cache_has_room_for_a_chunk_of_eight_bytes_per_value() -> None:
     assert CACHE_BYTES >= 8 * CHUNK_VALUES

@@ -1,4 +1,4 @@
-"""The words of errors that callers of safetensors look for are safetensors' own."""
+"""Messages of errors contain those of safetensors, which callers may look for."""
 
 from pathlib import Path
 from typing import Any
@@ -13,27 +13,27 @@ S = slice
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: Any) -> Path:
-    """`safetensors.file` and `ckptz.file`, each by its own library, with the same tensors."""
-    made: Path = tmp_path_factory.mktemp("messages")
+    """Write the same tensors as `safetensors.file` and `ckptz.file`, each with its library."""
+    root: Path = tmp_path_factory.mktemp("messages")
     for library in (SAFETENSORS, CKPTZ):
-        library.torch.save_file({"a": torch.zeros(2, 3), "b": torch.ones(2)}, made / f"{library}.file")
-    return made
+        library.torch.save_file({"a": torch.zeros(2, 3), "b": torch.ones(2)}, root / f"{library}.file")
+    return root
 
 
 def words(error: Any, library: Library) -> str:
-    """What an error says, under one name of the file, without what only fills lines."""
+    """Return the message of an error with a common file name and single spaces."""
     assert isinstance(error, Exception), error
     return " ".join(str(error).replace(f"{library}.file", "FILE").split())
 
 
 def check(action: Any, upto: str | None = None) -> None:
-    """Require that the error of ckptz says all that safetensors' says, up to some words of it."""
+    """Check that the message of ckptz contains that of safetensors, or its beginning up to `upto`."""
     theirs, ours = (outcome(lambda library=library: action(library)) for library in (SAFETENSORS, CKPTZ))
-    wanted = words(theirs, SAFETENSORS)
+    expected = words(theirs, SAFETENSORS)
     if upto is not None:
-        assert upto in wanted
-        wanted = wanted[: wanted.index(upto) + len(upto)]
-    assert wanted in words(ours, CKPTZ)
+        assert upto in expected
+        expected = expected[: expected.index(upto) + len(upto)]
+    assert expected in words(ours, CKPTZ)
 
 
 INDEXES = (
@@ -43,11 +43,11 @@ INDEXES = (
 
 
 @pytest.mark.parametrize("index", INDEXES, ids=repr)
-def test_of_indexes(folder: Path, index: Any) -> None:
+def test_errors_of_indexes(folder: Path, index: Any) -> None:
     check(lambda library: library.safe_open(folder / f"{library}.file", "np").get_slice("a")[index])
 
 
-def test_of_handles(folder: Path) -> None:
+def test_errors_of_handles(folder: Path) -> None:
     def opened(library: Library, framework: str = "pt", device: str = "cpu") -> Any:
         return library.safe_open(folder / f"{library}.file", framework, device)
 
@@ -63,27 +63,27 @@ def test_of_handles(folder: Path) -> None:
     check(closed)
 
 
-def test_of_files_that_are_not_there(folder: Path) -> None:
-    gone = folder / "gone"
-    check(lambda library: library.safe_open(gone, "pt"))
-    check(lambda library: library.torch.load_file(gone))
-    check(lambda library: library.numpy.load_file(gone))
-    error = outcome(lambda: CKPTZ.torch.load_file(gone))
+def test_errors_of_missing_files(folder: Path) -> None:
+    missing = folder / "missing"
+    check(lambda library: library.safe_open(missing, "pt"))
+    check(lambda library: library.torch.load_file(missing))
+    check(lambda library: library.numpy.load_file(missing))
+    error = outcome(lambda: CKPTZ.torch.load_file(missing))
     assert isinstance(error, FileNotFoundError)
-    assert (error.errno, error.filename) == (2, str(gone))
+    assert (error.errno, error.filename) == (2, str(missing))
 
 
 def model(*names: str) -> torch.nn.Module:
-    made = torch.nn.Module()
+    module = torch.nn.Module()
     for name in names:
-        made.register_buffer(name, torch.zeros(2, 3) if name == "a" else torch.zeros(2))
-    return made
+        module.register_buffer(name, torch.zeros(2, 3) if name == "a" else torch.zeros(2))
+    return module
 
 
 @pytest.mark.parametrize(
     "names", [("a", "b", "c", "d"), (), ("a", "c")], ids=["missing", "unexpected", "both"]
 )
-def test_of_models_that_do_not_fit(folder: Path, names: tuple[str, ...]) -> None:
+def test_errors_of_models_that_do_not_fit(folder: Path, names: tuple[str, ...]) -> None:
     check(lambda library: library.torch.load_model(model(*names), folder / f"{library}.file"))
 
 
@@ -99,17 +99,17 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_of_tensors_that_cannot_be_saved(folder: Path, name: str) -> None:
+def test_errors_of_tensors_that_cannot_be_saved(folder: Path, name: str) -> None:
     check(lambda library: library.torch.save_file(REFUSED[name], folder / "out"))
     check(lambda library: library.torch.save(REFUSED[name]))
     assert not (folder / "out").exists()
 
 
-def test_of_arrays_that_are_none(folder: Path) -> None:
+def test_errors_of_values_that_are_not_arrays(folder: Path) -> None:
     check(lambda library: library.numpy.save_file({"x": 1}, folder / "out"))
 
 
-def test_of_tensors_that_share_memory(folder: Path) -> None:
+def test_errors_of_tensors_that_share_memory(folder: Path) -> None:
     check(lambda library: library.torch.save_file({"x": SHARED, "y": SHARED}, folder / "out"), "them again:")
     parts = torch.nn.Module()
     parts.register_buffer("x", SHARED[:6])
@@ -117,7 +117,7 @@ def test_of_tensors_that_share_memory(folder: Path) -> None:
     check(lambda library: library.torch.save_model(parts, folder / "out"), "saving amongst:")
 
 
-def test_of_layouts_that_are_not_to_be_changed(folder: Path) -> None:
+def test_errors_of_layouts_without_force_contiguous(folder: Path) -> None:
     slanted = torch.nn.Module()
     slanted.register_buffer("x", SLANTED)
     check(lambda library: library.torch.save_model(slanted, folder / "out", force_contiguous=False))

@@ -1,4 +1,4 @@
-"""Random index expressions: safetensors and ckptz give the same bytes, or errors of the same class."""
+"""Random indexes: safetensors and ckptz return the same bytes, or raise errors of the same class."""
 
 import warnings
 from pathlib import Path
@@ -33,19 +33,19 @@ SHAPES: dict[str, tuple[int, ...]] = {
 }
 DTYPES = {"rows": torch.bfloat16, "blocks": torch.uint8, "deep": torch.complex64}
 TENSORS = {name: make(DTYPES.get(name, torch.float32), *shape) for name, shape in SHAPES.items()}
-HOWS = {"pt": ("pt", "mmap"), "np": ("np", "mmap"), "pt pread": ("pt", "pread")}
+MODES = {"pt": ("pt", "mmap"), "np": ("np", "mmap"), "pt pread": ("pt", "pread")}
 
 
 @pytest.fixture(scope="module")
 def handles(tmp_path_factory: Any) -> dict[tuple[str, str], Any]:
-    """Open handles by library and way of reading."""
+    """Return open handles by library and a key of MODES."""
     folder: Path = tmp_path_factory.mktemp("random")
     for library in LIBRARIES:
         library.torch.save_file(TENSORS, folder / library.name)
     return {
-        (library.name, how): library.safe_open(folder / library.name, framework, backend=backend)
+        (library.name, mode): library.safe_open(folder / library.name, framework, backend=backend)
         for library in LIBRARIES
-        for how, (framework, backend) in HOWS.items()
+        for mode, (framework, backend) in MODES.items()
     }
 
 
@@ -60,7 +60,7 @@ def slices(n: int, is_strict: bool) -> st.SearchStrategy[slice]:
 
 
 def inside(n: int) -> st.SearchStrategy[slice]:
-    """Slices that every rule takes, as long as there is something to take."""
+    """Return slices that are valid for both libraries unless `n` is 0."""
     pairs = st.tuples(st.integers(0, max(n - 1, 0)), st.integers(0, n)).map(sorted)
     return st.builds(lambda pair, step: slice(*pair, step), pairs, st.none() | st.integers(1, n + 1))
 
@@ -83,7 +83,7 @@ def items(n: int, is_strict: bool) -> st.SearchStrategy[Any]:
 
 @st.composite
 def expressions(draw: Any, is_strict: bool) -> tuple[str, Any]:
-    """A tensor's name and an index."""
+    """Draw the name of a tensor and an index."""
     name = draw(st.sampled_from(sorted(SHAPES)))
     shape = SHAPES[name]
     n_items = draw(st.integers(0, len(shape)))
@@ -98,17 +98,19 @@ def expressions(draw: Any, is_strict: bool) -> tuple[str, Any]:
 
 
 def crashes_safetensors(index: Any) -> bool:
-    """Bounds the wrong way round, on which its own rules panic: a documented difference."""
+    """Return whether a slice ends before it begins, for which safetensors panics: a documented difference."""
     parts = index if isinstance(index, tuple) else (index,)
     return any(
         isinstance(part, slice) and part.stop is not None and (part.start or 0) > part.stop for part in parts
     )
 
 
-def picked(handles: dict[tuple[str, str], Any], library: Library, how: str, name: str, index: Any) -> Any:
+def read_slice(
+    handles: dict[tuple[str, str], Any], library: Library, mode: str, name: str, index: Any
+) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return outcome(lambda: handles[library.name, how].get_slice(name)[index])
+        return outcome(lambda: handles[library.name, mode].get_slice(name)[index])
 
 
 def agree(theirs: Any, ours: Any) -> bool:
@@ -119,10 +121,10 @@ def agree(theirs: Any, ours: Any) -> bool:
     return same(theirs, ours)
 
 
-@pytest.mark.parametrize("how", ["pt", "np", "pt pread"])
+@pytest.mark.parametrize("mode", ["pt", "np", "pt pread"])
 @pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.slow)])
-def test_random_slices(handles: dict[tuple[str, str], Any], how: str, times: int) -> None:
-    is_strict = how != "pt"
+def test_random_slices(handles: dict[tuple[str, str], Any], mode: str, times: int) -> None:
+    is_strict = mode != "pt"
 
     @settings(
         max_examples=(40 if is_strict else 120) * times, deadline=None, database=None, derandomize=True,
@@ -133,9 +135,9 @@ def test_random_slices(handles: dict[tuple[str, str], Any], how: str, times: int
     def check(expression: tuple[str, Any]) -> None:
         name, index = expression
         assume(not (is_strict and crashes_safetensors(index)))
-        theirs = picked(handles, SAFETENSORS, how, name, index)
-        ours = picked(handles, CKPTZ, how, name, index)
-        event(f"{how}: {type(theirs).__name__}")
+        theirs = read_slice(handles, SAFETENSORS, mode, name, index)
+        ours = read_slice(handles, CKPTZ, mode, name, index)
+        event(f"{mode}: {type(theirs).__name__}")
         assert agree(theirs, ours), f"{theirs!r}\n{ours!r}"
 
     check()

@@ -1,4 +1,4 @@
-"""save, save_file, load, load_file, save_model and load_model as safetensors has them."""
+"""save, save_file, load, load_file, save_model and load_model: the same cases for ckptz and safetensors."""
 
 import collections
 import functools
@@ -34,19 +34,19 @@ BIG_ENDIAN = GRID.astype(">f8")
 
 @pytest.fixture(params=LIBRARIES, ids=str)
 def library(request: Any) -> Library:
-    """The library under test."""
+    """Return the library under test."""
     return request.param
 
 
 def sorted_same(left: dict[str, Any], right: dict[str, Any]) -> bool:
-    """Equal dicts; `load` of safetensors has no order."""
+    """Compare two dicts without their order, which `load` of safetensors does not keep."""
     return same(dict(sorted(left.items())), dict(sorted(right.items())))
 
 
 def saves(
     tensors: Any, metadata: Any = None, to: str = "file", of: str = "torch"
 ) -> Callable[[Library, Path], Any]:
-    """An action that saves tensors, or arrays of numpy, and gives back what is then in the file."""
+    """Return an action that saves tensors (or, with `of`, numpy arrays) and loads them from the file."""
 
     def run(library: Library, folder: Path) -> Any:
         module = getattr(library, of)
@@ -62,12 +62,12 @@ saves_arrays = functools.partial(saves, of="numpy")
 
 
 def texts(metadata: Any) -> Callable[[Library, Path], Any]:
-    """An action that saves metadata, and gives back what is then in the file."""
+    """Return an action that saves metadata and reads it from the file."""
 
     def run(library: Library, folder: Path) -> Any:
         library.torch.save_file({"x": ONES}, folder / "file", metadata=metadata)
-        found = library.safe_open(folder / "file", "pt").metadata()
-        return found if found is None else dict(sorted(found.items()))
+        loaded = library.safe_open(folder / "file", "pt").metadata()
+        return loaded if loaded is None else dict(sorted(loaded.items()))
 
     return run
 
@@ -182,19 +182,19 @@ ARRAYS = [
 
 
 def loads(name: str, data: Any) -> Iterator[Case]:
-    """What both modules make of bytes."""
+    """Yield the cases of loading invalid `data` with both modules."""
     for kind in ("torch", "numpy"):
         expected = TypeError if not isinstance(data, bytes) else SafetensorError
         yield Case(f"{kind}.load({name})", lambda lib, at, kind=kind: getattr(lib, kind).load(data), expected)
 
 
-NO_FILES = {
+INVALID = {
     **{"no bytes": b"", "few bytes": b"abc", "other bytes": b"x" * 500},
     **{"text": "text", "a bytearray": bytearray(9), "a memoryview": memoryview(b"123")},
     **{"a number": 3, "None": None},
 }
 LOADING = [
-    *(case for name, data in NO_FILES.items() for case in loads(name, data)),
+    *(case for name, data in INVALID.items() for case in loads(name, data)),
     Case("cut bytes", lambda lib, at: lib.torch.load(lib.torch.save({"a": ONES})[:-3]), SafetensorError),
     Case("load_file, no file", lambda lib, at: lib.torch.load_file(at / "no"), FileNotFoundError),
     Case("numpy.load_file, no file", lambda lib, at: lib.numpy.load_file(at / "no"), FileNotFoundError),
@@ -206,24 +206,24 @@ LOADING = [
 @named([*TENSORS, *TEXTS, *ARRAYS, *LOADING])
 def test_saving_and_loading(library: Library, tmp_path: Path, case: Case) -> None:
     before = sorted(tmp_path.iterdir())
-    found = outcome(lambda: case.action(library, tmp_path))
-    assert agrees(found, case.expected)
-    if isinstance(found, Exception):
+    result = outcome(lambda: case.action(library, tmp_path))
+    assert agrees(result, case.expected)
+    if isinstance(result, Exception):
         assert sorted(tmp_path.iterdir()) == before, "a failed call leaves no file"
 
 
 @pytest.mark.parametrize("name", ["save", "save_file", "load", "load_file", "save_model", "load_model"])
 @pytest.mark.parametrize("kind", ["torch", "numpy"])
-def test_arguments_stand_in_the_same_places_with_the_same_defaults(kind: str, name: str) -> None:
+def test_signatures_have_the_same_order_and_defaults(kind: str, name: str) -> None:
     theirs, ours = (getattr(getattr(lib, kind), name, None) for lib in LIBRARIES)
     if theirs is None:
         return
     expected = inspect.signature(theirs).parameters.values()
-    found = inspect.signature(ours).parameters
+    parameters = inspect.signature(ours).parameters
     assert [(p.name, p.kind, p.default) for p in expected] == [
-        (p.name, p.kind, p.default) for p in found.values() if p.name in {q.name for q in expected}
+        (p.name, p.kind, p.default) for p in parameters.values() if p.name in {q.name for q in expected}
     ]
-    extra = [p for p in found.values() if p.name not in {q.name for q in expected}]
+    extra = [p for p in parameters.values() if p.name not in {q.name for q in expected}]
     assert all(p.kind is p.KEYWORD_ONLY and p.default is not p.empty for p in extra)
 
 
@@ -237,7 +237,7 @@ def test_a_failed_save_leaves_the_old_file(library: Library, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("backend", ["mmap", "pread"])
-def test_load_file_gives_stored_order_and_own_memory(library: Library, tmp_path: Path, backend: str) -> None:
+def test_load_file_returns_new_memory_in_stored_order(library: Library, tmp_path: Path, backend: str) -> None:
     library.torch.save_file(shapes(), tmp_path / "file")
     loaded = library.torch.load_file(tmp_path / "file", backend=backend)
     assert list(loaded) == library.safe_open(tmp_path / "file", "pt").offset_keys()
@@ -263,7 +263,7 @@ print("passed")
 
 
 class Tied(torch.nn.Module):
-    """Two layers with one weight, and one in another layout."""
+    """Two layers that share a weight, and a convolution with weights in `layout`."""
 
     def __init__(self, layout: torch.memory_format = torch.contiguous_format) -> None:
         super().__init__()
@@ -292,7 +292,7 @@ def test_tied_weights_are_saved_once_and_named(library: Library, tmp_path: Path)
     assert same(dict(other.state_dict()), dict(model.state_dict()))
 
 
-def test_own_metadata_wins_over_the_names_of_tied_weights(library: Library, tmp_path: Path) -> None:
+def test_metadata_of_the_caller_override_the_names_of_tied_weights(library: Library, tmp_path: Path) -> None:
     library.torch.save_model(Tied(), tmp_path / "file", metadata={"b.weight": "mine", "x": "y"})
     assert names_in(library, tmp_path / "file")[1] == {"b.weight": "mine", "x": "y"}
 
@@ -335,7 +335,7 @@ def test_another_shape_is_refused(library: Library, tmp_path: Path) -> None:
         library.torch.load_model(torch.nn.Linear(3, 2), tmp_path / "file")
 
 
-def test_other_layouts_are_made_contiguous_unless_told(library: Library, tmp_path: Path) -> None:
+def test_other_layouts_are_made_contiguous_by_default(library: Library, tmp_path: Path) -> None:
     model = Tied(torch.channels_last)
     library.torch.save_model(model, tmp_path / "file")
     assert same(library.torch.load_file(tmp_path / "file")["c.weight"], model.c.weight.detach().contiguous())
@@ -343,7 +343,7 @@ def test_other_layouts_are_made_contiguous_unless_told(library: Library, tmp_pat
         library.torch.save_model(model, tmp_path / "file", force_contiguous=False)
 
 
-def test_parts_without_a_whole_are_refused(library: Library, tmp_path: Path) -> None:
+def test_a_view_of_a_larger_buffer_is_refused(library: Library, tmp_path: Path) -> None:
     model = torch.nn.Module()
     model.register_buffer("part", torch.arange(6.0)[:3])
     with pytest.raises(RuntimeError):

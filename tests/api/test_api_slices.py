@@ -1,4 +1,4 @@
-"""`get_slice(...)[index]` as safetensors has it: PyTorch's rules, or its own stricter ones."""
+"""`get_slice(...)[index]`: PyTorch's rules with "pt", and the strict rules of safetensors otherwise."""
 
 import warnings
 from pathlib import Path
@@ -23,15 +23,15 @@ from tests.support.api_support import (
 )
 
 S = slice
-LARGE = make(torch.bfloat16, 3, 700, 1000)  # three chunks, whose ends fall into rows
+LARGE = make(torch.bfloat16, 3, 700, 1000)  # three chunks that end within rows
 
 
 def each(outcome: type[Exception] | None, *indexes: Any) -> list[tuple[Any, type[Exception] | None]]:
     return [(index, outcome) for index in indexes]
 
 
-# (index, what safetensors' own rules make of it for a tensor of shape [2, 3, 4]); None: the elements
-# that numpy picks.
+# (index, error) for a tensor of shape [2, 3, 4] under the strict rules of safetensors; None: the elements
+# that numpy selects.
 INDEXES = [
     *each(None, 0, 1, -1, -2, np.int64(1), np.uint8(1), np.array(1), torch.tensor(1)),
     *each(SafetensorError, 2, -3, 99, 1 << 31, -(1 << 31) - 1, 10**30),
@@ -65,79 +65,82 @@ INDEXES = [
     *each(OverflowError, (5, S(-1, None)), (0, 0, 0, S(-1, None)), (S(-1, None), None)),
     *each(SafetensorError, (-9, S(-1, None)), (None, S(-1, None)), (S(-1, None), ..., ...)),
 ]
-# Booleans are positions under its own rules and masks in PyTorch's.
+# Booleans are positions under the strict rules and masks under PyTorch's.
 BOOLEANS: list[Any] = [True, False, (True, 0), (0, True), (True, False)]
 NAMES = sorted(shapes())
 
 
 @pytest.fixture(scope="module", params=LIBRARIES, ids=str)
-def place(request: Any, tmp_path_factory: Any) -> tuple[Library, Path]:
-    """A library and its file."""
+def library_and_file(request: Any, tmp_path_factory: Any) -> tuple[Library, Path]:
+    """Return a library and a file that it wrote."""
     library: Library = request.param
     path = tmp_path_factory.mktemp("slices") / "file"
     library.torch.save_file(shapes() | {"large": LARGE}, path)
     return library, path
 
 
-def picks(library: Library, path: Path, name: str, index: Any, *args: Any, **options: Any) -> Any:
-    """What an index makes of a tensor of the file."""
+def read_slice(library: Library, path: Path, name: str, index: Any, *arguments: Any, **options: Any) -> Any:
+    """Return the slice of a tensor of the file, or the error."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch's own about indexes that it will drop
-        return outcome(lambda: library.safe_open(path, *args, **options).get_slice(name)[index])
+        warnings.simplefilter("ignore")  # PyTorch deprecates some of the indexes
+        return outcome(lambda: library.safe_open(path, *arguments, **options).get_slice(name)[index])
 
 
-def plainly(tensor: Any, index: Any) -> Any:
-    """The same in memory."""
+def index_in_memory(tensor: Any, index: Any) -> Any:
+    """Return the slice of a tensor in memory, or the error."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return outcome(lambda: tensor[index])
 
 
-def spelled(index: Any) -> str:
+def name_of(index: Any) -> str:
     return repr(index).replace("slice", "S").replace(" ", "").replace("None", "_").replace("\n", "")
 
 
 @pytest.mark.parametrize("name", ["box", "half", "point", "empty", "phase"])
-def test_pytorch_slices_index_as_pytorch_does(place: tuple[Library, Path], name: str) -> None:
+def test_pytorch_slices_index_as_pytorch_does(library_and_file: tuple[Library, Path], name: str) -> None:
     def is_right(index: Any) -> bool:
-        expected = plainly(shapes()[name], index)
-        return agrees(picks(*place, name, index, "pt"), type(expected) if is_error(expected) else expected)
+        expected = index_in_memory(shapes()[name], index)
+        return agrees(
+            read_slice(*library_and_file, name, index, "pt"),
+            type(expected) if is_error(expected) else expected,
+        )
 
     assert not [index for index in [i for i, _ in INDEXES] + BOOLEANS if not is_right(index)]
 
 
-@pytest.mark.parametrize("how", ["np", "np pread", "pt pread"])
-def test_strict_slices(place: tuple[Library, Path], how: str) -> None:
-    framework, *backend = how.split()
+@pytest.mark.parametrize("mode", ["np", "np pread", "pt pread"])
+def test_strict_slices(library_and_file: tuple[Library, Path], mode: str) -> None:
+    framework, *backend = mode.split()
     box, options = shapes()["box"].numpy(), {"backend": backend[0]} if backend else {}
 
     def is_right(index: Any, error: type[Exception] | None) -> bool:
-        expected = np.asarray(plainly(box, index)) if error is None else error
+        expected = np.asarray(index_in_memory(box, index)) if error is None else error
         if framework == "pt" and error is None:
             expected = torch.from_numpy(np.ascontiguousarray(expected).reshape(expected.shape))
-        return agrees(picks(*place, "box", index, framework, **options), expected)
+        return agrees(read_slice(*library_and_file, "box", index, framework, **options), expected)
 
     assert not [index for index, error in INDEXES if not is_right(index, error)]
 
 
-@pytest.mark.parametrize("index", BOOLEANS, ids=spelled)
-def test_booleans_are_positions_in_strict_slices(place: tuple[Library, Path], index: Any) -> None:
+@pytest.mark.parametrize("index", BOOLEANS, ids=name_of)
+def test_booleans_are_positions_in_strict_slices(library_and_file: tuple[Library, Path], index: Any) -> None:
     numbers = tuple(map(int, index)) if isinstance(index, tuple) else int(index)
-    assert agrees(picks(*place, "box", index, "np"), shapes()["box"].numpy()[numbers])
+    assert agrees(read_slice(*library_and_file, "box", index, "np"), shapes()["box"].numpy()[numbers])
 
 
 @pytest.mark.parametrize(
     ("index", "n"), [((), 0), (0, -1), (-1, -1), (S(None), -1), (..., -1), ([], -1), ((0, ...), -1)], ids=str
 )
-def test_strict_slices_of_an_empty_tensor(place: tuple[Library, Path], index: Any, n: int) -> None:
+def test_strict_slices_of_an_empty_tensor(library_and_file: tuple[Library, Path], index: Any, n: int) -> None:
     expected = shapes()["empty"].numpy() if n == 0 else SafetensorError
-    assert agrees(picks(*place, "empty", index, "np"), expected)
+    assert agrees(read_slice(*library_and_file, "empty", index, "np"), expected)
 
 
 @pytest.mark.parametrize("index", [(), ..., 0, -1, S(None), (0, 0), (..., 0), []], ids=str)
-def test_strict_slices_of_a_scalar(place: tuple[Library, Path], index: Any) -> None:
+def test_strict_slices_of_a_scalar(library_and_file: tuple[Library, Path], index: Any) -> None:
     expected = shapes()["point"].numpy() if index in ((), ...) else SafetensorError
-    assert agrees(picks(*place, "point", index, "np"), expected)
+    assert agrees(read_slice(*library_and_file, "point", index, "np"), expected)
 
 
 LARGE_INDEXES = [
@@ -153,14 +156,14 @@ LARGE_INDEXES = [
 ]
 
 
-@pytest.mark.parametrize("index", LARGE_INDEXES, ids=spelled)
-@pytest.mark.parametrize("how", ["pt", "pt pread"])
-def test_slices_across_chunks(place: tuple[Library, Path], how: str, index: Any) -> None:
-    framework, *backend = how.split()
+@pytest.mark.parametrize("index", LARGE_INDEXES, ids=name_of)
+@pytest.mark.parametrize("mode", ["pt", "pt pread"])
+def test_slices_across_chunks(library_and_file: tuple[Library, Path], mode: str, index: Any) -> None:
+    framework, *backend = mode.split()
     options = {"backend": backend[0]} if backend else {}
     if backend and index == -1:
         index = 2
-    assert agrees(picks(*place, "large", index, framework, **options), LARGE[index])
+    assert agrees(read_slice(*library_and_file, "large", index, framework, **options), LARGE[index])
 
 
 @pytest.mark.parametrize(
@@ -172,23 +175,25 @@ def test_slices_across_chunks(place: tuple[Library, Path], how: str, index: Any)
         *((None, [1], 5), (..., [0, 999]), (torch.tensor(1), [4]), (S(2, 2), [0]), (True, 0, [3])),
         *(torch.zeros(3, 700, dtype=torch.bool).fill_diagonal_(True), (S(None), torch.arange(700) % 2 == 0)),
     ],
-    ids=spelled,
+    ids=name_of,
 )
-def test_lists_and_tensors_as_indexes_across_chunks(place: tuple[Library, Path], index: Any) -> None:
-    assert agrees(picks(*place, "large", index, "pt"), LARGE[index])
+def test_lists_and_tensors_as_indexes_across_chunks(
+    library_and_file: tuple[Library, Path], index: Any
+) -> None:
+    assert agrees(read_slice(*library_and_file, "large", index, "pt"), LARGE[index])
 
 
 def test_a_default_device_does_not_move_slices(tmp_path: Path) -> None:
     CKPTZ.torch.save_file(shapes(), tmp_path / "file")
-    with torch.device("meta"):  # as while a large model is being set up
+    with torch.device("meta"):  # as in code that builds a large model
         handle = CKPTZ.safe_open(tmp_path / "file", "pt")
-        found = handle.get_tensor("box"), handle.get_slice("box")[1:], handle.get_slice("box")[[1, 0]]
+        tensors = handle.get_tensor("box"), handle.get_slice("box")[1:], handle.get_slice("box")[[1, 0]]
     box = shapes()["box"]
-    assert same(found, (box, box[1:], box[[1, 0]]))
+    assert same(tensors, (box, box[1:], box[[1, 0]]))
 
 
-@pytest.mark.parametrize("index", [0, ..., S(0, 2), (0, 1)], ids=spelled)
-def test_packed_f4_slices_are_those_of_the_packed_tensor(tmp_path: Path, index: Any) -> None:
+@pytest.mark.parametrize("index", [0, ..., S(0, 2), (0, 1)], ids=name_of)
+def test_slices_of_packed_f4_index_the_packed_tensor(tmp_path: Path, index: Any) -> None:
     packed = make(torch.uint8, 3, 2).view(torch.float4_e2m1fn_x2)
     CKPTZ.torch.save_file({"x": packed}, tmp_path / "file")
     handle = CKPTZ.safe_open(tmp_path / "file", "pt")
@@ -202,14 +207,14 @@ def test_packed_f4_without_a_dimension_is_refused(tmp_path: Path, save: Any) -> 
         save({"x": make(torch.uint8).view(torch.float4_e2m1fn_x2)}, tmp_path / "file")
 
 
-@pytest.mark.parametrize("index", [S(1, 0), (S(None), S(2, 1)), (S(1, 0), 0), S(1, 0, 2)], ids=spelled)
+@pytest.mark.parametrize("index", [S(1, 0), (S(None), S(2, 1)), (S(1, 0), 0), S(1, 0, 2)], ids=name_of)
 def test_reversed_bounds_are_an_error_in_strict_slices(tmp_path: Path, index: Any) -> None:
     CKPTZ.torch.save_file(shapes(), tmp_path / "file")
     with pytest.raises(SafetensorError, match="ends before it begins"):
         CKPTZ.safe_open(tmp_path / "file", "np").get_slice("box")[index]
 
 
-def test_strided_slices_come_contiguous_and_hold_no_more_than_they_show(tmp_path: Path) -> None:
+def test_strided_slices_are_contiguous_and_own_only_their_elements(tmp_path: Path) -> None:
     CKPTZ.torch.save_file(shapes(), tmp_path / "file")
     part = CKPTZ.safe_open(tmp_path / "file", "pt").get_slice("box")[:, 1, ::2]
     assert part.is_contiguous()

@@ -1,4 +1,4 @@
-"""Windows: every index becomes pieces that lie in one chunk each and cover exactly what it picks."""
+"""Windows: an index is split into pieces within one chunk each that cover exactly its elements."""
 
 import math
 from typing import Any
@@ -32,7 +32,7 @@ def gather(pieces: list[WindowPart], flat: np.ndarray, n_patterns: int) -> np.nd
 
 
 @st.composite
-def picked_boxes(draw: Any) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+def boxes(draw: Any) -> tuple[tuple[int, ...], tuple[Any, ...]]:
     shape = tuple(draw(st.lists(st.integers(1, 6), min_size=0, max_size=4)))
     items = []
     for n in shape:
@@ -43,14 +43,14 @@ def picked_boxes(draw: Any) -> tuple[tuple[int, ...], tuple[Any, ...]]:
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-@given(box=picked_boxes(), per_element=st.sampled_from([1, 2]))
-def test_pieces_cover_what_the_index_picks(
+@given(box=boxes(), per_element=st.sampled_from([1, 2]))
+def test_pieces_cover_the_elements_of_an_index(
     box: tuple[tuple[int, ...], tuple[Any, ...]], per_element: int
 ) -> None:
     shape, index = box
     flat = np.arange(math.prod(shape) * per_element, dtype=np.uint8) % 251
-    picked = _select(index, shape).window
-    widened = picked.widened(per_element)
+    window = _select(index, shape).window
+    widened = window.widened(per_element)
     pieces = list(widened.pieces())
     expected = flat.reshape(*shape, per_element)[index]
     assert gather(pieces, flat, widened.n_patterns).tobytes() == expected.tobytes()
@@ -58,7 +58,7 @@ def test_pieces_cover_what_the_index_picks(
     assert sum(piece.n_patterns for piece in pieces) == expected.size
 
 
-def test_a_run_falls_into_one_piece_a_chunk() -> None:
+def test_a_contiguous_run_has_one_piece_per_chunk() -> None:
     pieces = list(Window(5, (3, 4), (4, 1)).pieces())
     assert [(p.chunk, p.offset, p.n_patterns, p.at) for p in pieces] == [
         (0, 5, 2, 0),

@@ -1,6 +1,6 @@
-"""Calls that are refused: class of the error, and words of its one line; no file and no tensor changes.
+"""Refused calls: class and words of the error, which is one line; no file and no tensor changes.
 
-All are made in one folder, `scene`, with names in it.
+All run in the folder of the fixture `scene`, with names of files in it.
 """
 
 from collections.abc import Callable
@@ -28,31 +28,31 @@ NEXT = moved(LIVE, 1, 0.5)
 
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files a, b against a and c against b, each with a plain twin; and what was published."""
-    at = tmp_path_factory.mktemp("scene")
-    save_file(LIVE, at / "a.ckptz")
-    save_file(NEXT, at / "b.ckptz", base=at / "a.ckptz")
-    save_file(moved(NEXT, 2), at / "c.ckptz", base=at / "b.ckptz")
-    safetensors.torch.save_file(LIVE, at / "a.safetensors")
-    (at / "old").mkdir()
-    save_file({"x": torch.arange(9)}, at / "old" / "base.ckptz")
-    save_file({"x": torch.arange(9) + 1}, at / "delta.ckptz", base=at / "old" / "base.ckptz")
-    save_file({"z": ONES}, at / "other.ckptz")
-    publisher = Publisher(at / "published")
+    """Write a full file a, a delta b of a and c of b, a plain file, other bases, and four published steps."""
+    folder = tmp_path_factory.mktemp("scene")
+    save_file(LIVE, folder / "a.ckptz")
+    save_file(NEXT, folder / "b.ckptz", base=folder / "a.ckptz")
+    save_file(moved(NEXT, 2), folder / "c.ckptz", base=folder / "b.ckptz")
+    safetensors.torch.save_file(LIVE, folder / "a.safetensors")
+    (folder / "old").mkdir()
+    save_file({"x": torch.arange(9)}, folder / "old" / "base.ckptz")
+    save_file({"x": torch.arange(9) + 1}, folder / "delta.ckptz", base=folder / "old" / "base.ckptz")
+    save_file({"z": ONES}, folder / "other.ckptz")
+    publisher = Publisher(folder / "published")
     for step in range(4):
         publisher.publish(LIVE if step % 2 else NEXT, step)
-    return at
+    return folder
 
 
 class Settings:
-    """A class of the user."""
+    """A user-defined class."""
 
 
 def with_state(value: Any) -> Callable[[], object]:
     return lambda: save_state({"run": {"hooks": [1, value]}}, "new")
 
 
-def itself() -> dict[str, Any]:
+def cyclic_state() -> dict[str, Any]:
     state: dict[str, Any] = {}
     state["self"] = state
     return state
@@ -62,16 +62,16 @@ def without(name: str) -> dict[str, torch.Tensor]:
     return {key: tensor for key, tensor in LIVE.items() if key != name}
 
 
-def applied(file: str, state: Any = None, **how: Any) -> Callable[[], object]:
-    return lambda: apply_(LIVE if state is None else state, file, **how)
+def applying(file: str, state: Any = None, **options: Any) -> Callable[[], object]:
+    return lambda: apply_(LIVE if state is None else state, file, **options)
 
 
-def published(step: Any) -> Callable[[], object]:
+def publishing(step: Any) -> Callable[[], object]:
     return lambda: Publisher("published").publish(LIVE, step)
 
 
 HOOK = r"'run\.hooks\.1"
-WHOLE = "a step is a whole number"
+NOT_A_STEP = "a step is a whole number"
 NO_MEMORY = {
     "sparse": torch.ones(3).to_sparse(), "meta": torch.ones(3, device="meta"), "array": np.ones(3),
     "conjugate": torch.ones(3, dtype=torch.complex64).conj(),
@@ -103,7 +103,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "sparse": (with_state(ONES.to_sparse()), UnsupportedError, f"{HOOK}': a sparse_coo tensor"),
     "meta": (with_state(torch.empty(2, device="meta")), UnsupportedError, f"{HOOK}': a tensor on device"),
     "key": (with_state({Settings(): 1}), UnsupportedError, rf"{HOOK}\.key': a value of type"),
-    "cycle": (lambda: save_state(itself(), "new"), ConfigError, "a part of itself"),
+    "cycle": (lambda: save_state(cyclic_state(), "new"), ConfigError, "a part of itself"),
     "plain state": (lambda: load_state("a.safetensors"), FormatError, "not a .ckptz file; read it with"),
     "state gone": (lambda: load_state("gone"), FileNotFoundError, ""),
     # reading
@@ -121,23 +121,31 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "other model": (
         lambda: load_model(torch.nn.Linear(2, 2), "other.ckptz", strict=False), ConfigError, "no name"),
     # weight sync
-    "check": (applied("a.ckptz", check="none"), ConfigError, "check must be one of"),
-    "no dict": (applied("a.ckptz", list(LIVE.values())), ConfigError, "a state is a dict"),
-    "gone": (applied("gone"), FileNotFoundError, ""),
-    "plain": (applied("a.safetensors"), FormatError, r"a\.safetensors: not a \.ckptz file"),
-    "dtype": (applied("b.ckptz", LIVE | {"a": LIVE["a"].half()}), ConfigError, "'a' is F32 .*F16.*; convert"),
-    "shape": (applied("b.ckptz", LIVE | {"a": LIVE["a"][None]}), ConfigError, r"\[3000\], .*F32 \[1, 3000\]"),
-    "tensor less": (applied("b.ckptz", without("b")), ConfigError, "lacks tensor 'b'"),
-    "tensors less": (applied("b.ckptz", {}), ConfigError, "lacks tensor '(a|b)' and 1 more"),
-    "memory": (applied("b.ckptz", max_decoded_bytes=1000), LimitError, r"b\.ckptz: decodes to"),
-    "other base": (applied("c.ckptz"), MissingBaseError, r"c\.ckptz: .* apply the deltas in order"),
-    "twice": (applied("b.ckptz", NEXT), MissingBaseError, r"b\.ckptz: .* applied before"),
+    "check": (applying("a.ckptz", check="none"), ConfigError, "check must be one of"),
+    "no dict": (applying("a.ckptz", list(LIVE.values())), ConfigError, "a state is a dict"),
+    "gone": (applying("gone"), FileNotFoundError, ""),
+    "plain": (applying("a.safetensors"), FormatError, r"a\.safetensors: not a \.ckptz file"),
+    "dtype": (
+        applying("b.ckptz", LIVE | {"a": LIVE["a"].half()}),
+        ConfigError,
+        "'a' is F32 .*F16.*; convert",
+    ),
+    "shape": (
+        applying("b.ckptz", LIVE | {"a": LIVE["a"][None]}),
+        ConfigError,
+        r"\[3000\], .*F32 \[1, 3000\]",
+    ),
+    "tensor less": (applying("b.ckptz", without("b")), ConfigError, "lacks tensor 'b'"),
+    "tensors less": (applying("b.ckptz", {}), ConfigError, "lacks tensor '(a|b)' and 1 more"),
+    "memory": (applying("b.ckptz", max_decoded_bytes=1000), LimitError, r"b\.ckptz: decodes to"),
+    "other base": (applying("c.ckptz"), MissingBaseError, r"c\.ckptz: .* apply the deltas in order"),
+    "twice": (applying("b.ckptz", NEXT), MissingBaseError, r"b\.ckptz: .* applied before"),
     **{
-        f"no memory: {name}": (applied("a.ckptz", LIVE | {"a": value}), ConfigError, "'a'")
+        f"no memory: {name}": (applying("a.ckptz", LIVE | {"a": value}), ConfigError, "'a'")
         for name, value in NO_MEMORY.items()
     },
-    **{f"older step {n}": (published(n), ConfigError, f"step {n} is not after the newest") for n in (2, 3)},
-    **{f"step {n!r}": (published(n), ConfigError, WHOLE) for n in (-1, 1 << 63, 1.5, "4")},
+    **{f"older step {n}": (publishing(n), ConfigError, f"step {n} is not after the newest") for n in (2, 3)},
+    **{f"step {n!r}": (publishing(n), ConfigError, NOT_A_STEP) for n in (-1, 1 << 63, 1.5, "4")},
     **{
         f"publisher {how}": (lambda how=how: Publisher("old", **how), ConfigError, next(iter(how)))
         for how in ({"full_every": 0}, {"full_every": 65}, {"keep_full": 0})
@@ -153,15 +161,15 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused_is_one_line_and_changes_nothing(
+def test_a_refusal_is_one_line_and_changes_nothing(
     name: str, scene: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call, error, words = REFUSED[name]
     monkeypatch.chdir(scene)
-    files, live, following = contents(scene), cloned(LIVE), cloned(NEXT)
+    files, live, newer = contents(scene), cloned(LIVE), cloned(NEXT)
     with pytest.raises(error, match=words) as caught:
         call()
     assert not isinstance(caught.value, CkptzError) or "\n" not in str(caught.value)
     assert contents(scene) == files
     assert same(LIVE, live)
-    assert same(NEXT, following)
+    assert same(NEXT, newer)

@@ -1,7 +1,7 @@
-"""Every writing function against every reading one: dtype x shape x method x base x effort.
+"""Every writer with every reader: dtype x shape x method x base x effort.
 
-A tensor without a record of loss is the original, bit for bit; one with a record is within it, and the same
-through every door.
+A tensor without a recorded error is bit-identical to the original; the others are within their recorded
+errors. Every reader returns the same values.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ METHODS = {
 }
 BASES = ("none", "plain", "lossless", "kmeans", "grid")
 EFFORTS = ("fast", "default", "small")
-# Patterns that arithmetic does not keep: NaN payloads, both zeros, infinities, subnormals.
+# Bit patterns that arithmetic may change: NaN payloads, -0, infinities, subnormals.
 SPECIAL = {
     "F32": [0x7FC00001, 0xFF800001, 0x80000000, 0x7F800000, 0x00000001],
     "BF16": [0x7FC1, 0xFF81, 0x8000, 0x7F80, 0x0001],
@@ -50,7 +50,7 @@ SPECIAL = {
 
 
 def values(dtype: str, n: int, kind: str, rng: np.random.Generator) -> bytes:
-    """`n` values as bytes: weights, a few patterns again and again, special ones or any bits."""
+    """Return `n` values as bytes: normal weights, five repeated bytes, SPECIAL patterns, or random bits."""
     types = PATTERN_TYPES[DTYPES[dtype].pattern_bytes]
     if kind == "weights" and dtype == "BF16":
         return (rng.normal(0, 0.05, n).astype("<f4").view("<u4") >> 16).astype("<u2").tobytes()
@@ -65,7 +65,7 @@ def values(dtype: str, n: int, kind: str, rng: np.random.Generator) -> bytes:
 
 @st.composite
 def rows_of(draw: st.DrawFn) -> dict[str, Row]:
-    """Tensors of every dtype and shape class; those of less than a byte fill whole bytes."""
+    """Draw tensors of all dtypes and shapes; dtypes of less than a byte have multiples of 8 values."""
     names = st.text(min_size=1, max_size=8).filter(str.isprintable)
     rows = {}
     for name in draw(st.lists(names, max_size=4, unique=True)):
@@ -79,18 +79,18 @@ def rows_of(draw: st.DrawFn) -> dict[str, Row]:
     return rows
 
 
-def moved(rows: Rows, kind: int) -> dict[str, Row]:
-    """The same tensors a training step later: equal, moved by at most 1, 2 or 9, or other patterns."""
-    found = {}
+def changed(rows: Rows, kind: int) -> dict[str, Row]:
+    """Return tensors a step later, with patterns that grow by at most 0, 1, 2, 9 or 255 for `kind` 0 to 4."""
+    rows_after = {}
     for name, (dtype, shape, data) in rows.items():
         flat = np.frombuffer(data, PATTERN_TYPES[DTYPES[dtype].pattern_bytes])
         rng, most = np.random.default_rng(kind), (0, 1, 2, 9, 255)[kind]
         change = rng.integers(0, most + 1, flat.size).astype(flat.dtype)
-        found[name] = (dtype, shape, (flat ^ change & 1 if dtype == "BOOL" else flat + change).tobytes())
-    return found
+        rows_after[name] = (dtype, shape, (flat ^ change & 1 if dtype == "BOOL" else flat + change).tobytes())
+    return rows_after
 
 
-# --- doors ---------------------------------------------------------------------------------------------
+# --- writers and readers --------------------------------------------------------------------------------
 
 
 def tensor_of(row: Row) -> torch.Tensor:
@@ -116,46 +116,46 @@ def in_numpy(rows: Rows) -> dict[str, Any]:
     }
 
 
-def by_verb(rows: Rows, path: Path, **how: Any) -> None:
+def by_verb(rows: Rows, path: Path, **options: Any) -> None:
     plain = write_plain(path.with_suffix(".safetensors"), rows, {"step": "7", "user": "ü\n"})
-    ckptz.compress(plain, path, force=True, **how)
+    ckptz.compress(plain, path, force=True, **options)
 
 
-def by_command(rows: Rows, path: Path, *, base: Path | None, effort: str, jobs: int, **how: Any) -> None:
-    if how["config"] is not LOSSLESS:
-        by_verb(rows, path, base=base, effort=effort, jobs=jobs, **how)
+def by_command(rows: Rows, path: Path, *, base: Path | None, effort: str, jobs: int, **options: Any) -> None:
+    if options["config"] is not LOSSLESS:
+        by_verb(rows, path, base=base, effort=effort, jobs=jobs, **options)
         return
     plain = write_plain(path.with_suffix(".safetensors"), rows, {"step": "7"})
     against = () if base is None else ("--base", base)
     command("compress", plain, "-o", path, *against, "--effort", effort, "--jobs", jobs, "--force")
 
 
-def as_bytes(rows: Rows, path: Path, *, base: Path | None, **how: Any) -> None:
-    del base  # which bytes have no place for
-    path.write_bytes(ckptz.torch.save(in_torch(rows), {"user": "ü\n"}, **how))
+def as_bytes(rows: Rows, path: Path, *, base: Path | None, **options: Any) -> None:
+    del base  # `save` has no base
+    path.write_bytes(ckptz.torch.save(in_torch(rows), {"user": "ü\n"}, **options))
 
 
 WRITERS: dict[str, Callable[..., None]] = {
     "verb": by_verb,
     "command": by_command,
-    "torch": lambda rows, path, **how: ckptz.torch.save_file(in_torch(rows), path, {"a": "b"}, **how),
-    "numpy": lambda rows, path, **how: ckptz.numpy.save_file(in_numpy(rows), path, {"a": "b"}, **how),
+    "torch": lambda rows, path, **options: ckptz.torch.save_file(in_torch(rows), path, {"a": "b"}, **options),
+    "numpy": lambda rows, path, **options: ckptz.numpy.save_file(in_numpy(rows), path, {"a": "b"}, **options),
     "bytes": as_bytes,
 }
 
 
 def sliced(path: Path, framework: str) -> dict[str, Row]:
-    """Each tensor in two slices of its first axis, put together."""
-    found = {}
+    """Read each tensor as two slices of its first axis, and join them."""
+    rows = {}
     with ckptz.safe_open(path, framework) as file:
         for name in file.keys():  # noqa: SIM118
             part = file.get_slice(name)
             shape, dtype = part.get_shape(), part.get_dtype()
             half = shape[0] // 2 if shape else 0
-            # Where nothing can be taken, strict slices are errors.
+            # Empty strict slices are errors.
             parts = [part[:half], part[half:]] if half and math.prod(shape) else [file.get_tensor(name)]
-            found[name] = (dtype, tuple(shape), b"".join(row_of(dtype, (), one)[2] for one in parts))
-    return found
+            rows[name] = (dtype, tuple(shape), b"".join(row_of(dtype, (), piece)[2] for piece in parts))
+    return rows
 
 
 def restored(path: Path, *options: object) -> dict[str, Row]:
@@ -166,16 +166,16 @@ def restored(path: Path, *options: object) -> dict[str, Row]:
 
 def rebased(path: Path) -> dict[str, Row]:
     ckptz.rebase(path, path.with_name("alone.ckptz"), force=True)
-    alone = path.with_name("elsewhere")
-    alone.mkdir(exist_ok=True)
-    return dict(content_of((path.with_name("alone.ckptz")).rename(alone / "alone.ckptz"))[0])
+    folder = path.with_name("elsewhere")
+    folder.mkdir(exist_ok=True)
+    return dict(content_of((path.with_name("alone.ckptz")).rename(folder / "alone.ckptz"))[0])
 
 
 def loaded(load: Callable[[], dict[str, Any]], path: Path) -> dict[str, Row]:
-    """Read with a function that leaves out the "model." of a Checkpointer's names."""
+    """Read with a function that strips the prefix "model." from the names of a Checkpointer."""
     kinds = {name: row[:2] for name, row in content_of(path)[0]}
-    found = {name if name in kinds else f"model.{name}": value for name, value in load().items()}
-    return {name: row_of(*kinds[name], value) for name, value in found.items()}
+    tensors = {name if name in kinds else f"model.{name}": value for name, value in load().items()}
+    return {name: row_of(*kinds[name], value) for name, value in tensors.items()}
 
 
 ANY_TYPE: dict[str, Callable[[Path], dict[str, Row]]] = {"restore": restored, "rebase": rebased}
@@ -188,24 +188,24 @@ READERS: dict[str, Callable[[Path], dict[str, Row]]] = ANY_TYPE | {
 }
 
 
-def has_a_home(row: Row) -> bool:
-    """Return whether PyTorch and numpy have the type, and count its values as the format does."""
+def is_loadable(row: Row) -> bool:
+    """Return whether PyTorch and numpy have the dtype, with one element per value."""
     try:
         return bool(torch_dtype(dtype_of(row[0])) and numpy_dtype(dtype_of(row[0]))) and row[0] != "F4"
     except DTypeError:
         return False
 
 
-# --- the property -----------------------------------------------------------------------------------------
+# --- properties -------------------------------------------------------------------------------------------
 
 
-def losses(path: Path) -> Iterator[tuple[str, float | None]]:
+def recorded_errors(path: Path) -> Iterator[tuple[str, float | None]]:
     with contextlib.closing(open_checkpoint(path)) as opened:
         for entry in opened.container.index.tensors:
             yield entry.name, None if entry.lossy is None else float(entry.lossy.max_abs_error)
 
 
-def wide(row: Row) -> Any:
+def as_float64(row: Row) -> Any:
     dtype, _, data = row
     if dtype == "BF16":
         return (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4").astype(np.float64)
@@ -213,15 +213,17 @@ def wide(row: Row) -> Any:
 
 
 def check(path: Path, rows: Rows, readers: dict[str, Callable[[Path], dict[str, Row]]]) -> None:
-    found = dict(content_of(path)[0])
-    assert {name: row[:2] for name, row in found.items()} == {name: row[:2] for name, row in rows.items()}
-    for name, most in losses(path):
-        if most is None:
-            assert found[name] == rows[name], name
+    restored_rows = dict(content_of(path)[0])
+    assert {name: row[:2] for name, row in restored_rows.items()} == {
+        name: row[:2] for name, row in rows.items()
+    }
+    for name, limit in recorded_errors(path):
+        if limit is None:
+            assert restored_rows[name] == rows[name], name
         else:
-            assert np.abs(wide(found[name]) - wide(rows[name])).max() <= most, name
+            assert np.abs(as_float64(restored_rows[name]) - as_float64(rows[name])).max() <= limit, name
     for reader, read in readers.items():
-        assert read(path) == found, reader
+        assert read(path) == restored_rows, reader
 
 
 ANY = {"deadline": None, "database": None, "derandomize": True, "suppress_health_check": list(HealthCheck)}
@@ -229,8 +231,8 @@ N_EXAMPLES = pytest.mark.parametrize("n", [15, pytest.param(1000, marks=pytest.m
 
 
 @N_EXAMPLES
-@pytest.mark.parametrize("door", WRITERS)
-def test_what_any_door_writes_every_door_reads(door: str, n: int) -> None:
+@pytest.mark.parametrize("writer", WRITERS)
+def test_every_reader_reads_the_files_of_every_writer(writer: str, n: int) -> None:
     @settings(max_examples=n, **ANY)
     @given(
         rows=rows_of(),
@@ -241,21 +243,21 @@ def test_what_any_door_writes_every_door_reads(door: str, n: int) -> None:
         jobs=st.integers(1, 2),
     )
     def every_reader(rows: Rows, change: int, method: str, base: str, effort: str, jobs: int) -> None:
-        if door not in ("verb", "command"):
-            rows = {name: row for name, row in rows.items() if has_a_home(row)}
-        new, against = moved(rows, change), None
+        if writer not in ("verb", "command"):
+            rows = {name: row for name, row in rows.items() if is_loadable(row)}
+        new, base_path = changed(rows, change), None
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             if base != "none":
-                against = write_plain(folder / "step-1.safetensors", rows)
-            if against is not None and base in METHODS:
-                ckptz.compress(against, folder / "step-1.ckptz", config=METHODS[base])
-                against.unlink()
-                against = folder / "step-1.ckptz"
+                base_path = write_plain(folder / "step-1.safetensors", rows)
+            if base_path is not None and base in METHODS:
+                ckptz.compress(base_path, folder / "step-1.ckptz", config=METHODS[base])
+                base_path.unlink()
+                base_path = folder / "step-1.ckptz"
             path = folder / "step-2.ckptz"
-            WRITERS[door](new, path, base=against, config=METHODS[method], effort=effort, jobs=jobs)
-            check(path, new, READERS if all(map(has_a_home, rows.values())) else ANY_TYPE)
-            if door in ("verb", "command") and method == "lossless":
+            WRITERS[writer](new, path, base=base_path, config=METHODS[method], effort=effort, jobs=jobs)
+            check(path, new, READERS if all(map(is_loadable, rows.values())) else ANY_TYPE)
+            if writer in ("verb", "command") and method == "lossless":
                 restored(path, "--jobs", jobs)
                 original = path.with_suffix(".safetensors").read_bytes()
                 assert (folder / "back.safetensors").read_bytes() == original
@@ -263,8 +265,8 @@ def test_what_any_door_writes_every_door_reads(door: str, n: int) -> None:
     every_reader()
 
 
-class Holder(torch.nn.Module):
-    """A model of any tensors; floating point ones are parameters."""
+class Model(torch.nn.Module):
+    """A model of arbitrary tensors; those of floating point are parameters, the others buffers."""
 
     def __init__(self, rows: Rows) -> None:
         super().__init__()
@@ -286,7 +288,7 @@ def dtype_of_tensor(tensor: torch.Tensor) -> str:
 
 
 @N_EXAMPLES
-def test_what_a_checkpointer_writes_it_restores_and_every_door_reads(n: int) -> None:
+def test_every_reader_reads_the_files_of_a_checkpointer(n: int) -> None:
     @settings(max_examples=n, **ANY)
     @given(
         rows=rows_of(),
@@ -296,18 +298,18 @@ def test_what_a_checkpointer_writes_it_restores_and_every_door_reads(n: int) -> 
         effort=st.sampled_from(EFFORTS),
     )
     def every_reader(rows: Rows, change: int, method: str, full_every: int, effort: Any) -> None:
-        rows = {name: row for name, row in rows.items() if has_a_home(row)}
-        first, second = Holder(rows), Holder(moved(rows, change))
-        how: dict[str, Any] = {"config": METHODS[method], "full_every": full_every, "effort": effort}
+        rows = {name: row for name, row in rows.items() if is_loadable(row)}
+        first, second = Model(rows), Model(changed(rows, change))
+        options: dict[str, Any] = {"config": METHODS[method], "full_every": full_every, "effort": effort}
         with tempfile.TemporaryDirectory() as name:
             folder, keep = Path(name) / "run", KeepPolicy(last=None)
-            with Checkpointer(folder, first, background=False, keep=keep, jobs=1, **how) as checkpointer:
+            with Checkpointer(folder, first, background=False, keep=keep, jobs=1, **options) as checkpointer:
                 checkpointer.save(1)
                 checkpointer.model = second
                 checkpointer.save(2)
             for step, model in ((1, first), (2, second)):
                 check(folder / f"step-{step:08}.ckptz", model.rows(), READERS)
-            back = Holder(rows)
+            back = Model(rows)
             with Checkpointer(folder, back) as checkpointer:
                 assert checkpointer.restore_latest() == 2
             assert back.rows() == second.rows()

@@ -1,4 +1,4 @@
-"""Small tensors that are encoded together get the bytes that each gets by itself, deltas perhaps fewer."""
+"""Tensors encoded in a batch have the same bytes as encoded one by one; deltas may be smaller."""
 
 import itertools
 from collections.abc import Sequence
@@ -34,28 +34,28 @@ def weights(dtype: DType, n: int) -> Patterns:
     return bits.astype(PATTERN_TYPES[dtype.pattern_bytes])
 
 
-def moved(patterns: Patterns, share: float) -> Patterns:
-    """Patterns of which this share is one step away."""
-    changed = np.random.default_rng(len(patterns)).random(len(patterns)) < share
-    return patterns + changed.astype(patterns.dtype)
+def changed(patterns: Patterns, share: float) -> Patterns:
+    """Return patterns of which this share is increased by 1."""
+    mask = np.random.default_rng(len(patterns)).random(len(patterns)) < share
+    return patterns + mask.astype(patterns.dtype)
 
 
 def pairs(dtype: DType) -> list[tuple[Patterns, Patterns]]:
-    """Tensors and their bases: of all sizes, hardly, half and wholly changed, constant, repeated, random.
+    """Build tensors and their bases: SIZES x shares of changes, reversed, constant, repeated and random.
 
-    What changes in random values depends on the value, so contexts pay for bytes too.
+    Changes of the random tensor depend on its values, so that contexts also pay for dtypes of one byte.
     """
-    found = []
+    tensors = []
     for n in SIZES:
         old = weights(dtype, n)
-        found += [(moved(old, share), old) for share in (0, 0.001, 0.5)]
+        tensors += [(changed(old, share), old) for share in (0, 0.001, 0.5)]
     for n in SIZES[2:]:
         old = weights(dtype, n)
-        found += [(old[::-1].copy(), old), (np.full_like(old, 3), old), (np.resize(old[:50], n), old)]
+        tensors += [(old[::-1].copy(), old), (np.full_like(old, 3), old), (np.resize(old[:50], n), old)]
     rng = np.random.default_rng(0)
     old = rng.integers(0, 256, n * dtype.pattern_bytes, np.uint8).view(PATTERN_TYPES[dtype.pattern_bytes])
-    changed = rng.random(n) < np.where(old % 128 > 100, 0.5, 0.01)
-    return [*found, (old + changed.astype(old.dtype), old)]
+    mask = rng.random(n) < np.where(old % 128 > 100, 0.5, 0.01)
+    return [*tensors, (old + mask.astype(old.dtype), old)]
 
 
 def frame(source: ArraySource, encoded: Encoded) -> bytes:
@@ -63,7 +63,7 @@ def frame(source: ArraySource, encoded: Encoded) -> bytes:
     return FrameHeader(source.dtype, source.shape, encoding.plan, (chunk.record,)).pack() + chunk.payload
 
 
-def alone(source: ArraySource, base: ArraySource | None, effort: Effort) -> Encoded:
+def encode_alone(source: ArraySource, base: ArraySource | None, effort: Effort) -> Encoded:
     planned = plan_lossless(source, base, effort=effort)
     encoding = replace(planned, huffman_margin=effort.huffman_margin)
     return encoding, encode_chunk(source, encoding, ChunkSources(0, source.n_patterns, base))
@@ -78,16 +78,20 @@ def test_frames_are_those_of_tensors_encoded_one_by_one_or_smaller_deltas(
 ) -> None:
     compiled()
     dtype = dtype_of(name)
-    made = [[ArraySource(dtype, (len(own),), own) for own in pair] for pair in pairs(dtype)]
-    sources, bases = [new for new, _ in made], [old for _, old in made] if has_base else []
-    together = EXACT.plan_and_encode(sources, bases, effort)
-    one_by_one = [alone(*pair, effort) for pair in itertools.zip_longest(sources, bases)]
-    for source, batched, single in zip(sources, together, one_by_one, strict=True):
-        own, other = frame(source, batched), frame(source, single)
-        # Tables of deltas are chosen per batch, where fewer of them pay; few bytes are not tried by others.
-        assert own == other or (has_base and len(own) <= 1.01 * len(other) + 8)
-    # The cases are not all alike: plans with and without a base and contexts, and most coders.
-    plans = {(encoding.plan.needs_base, bool(encoding.plan.rules)) for encoding, _ in together}
+    source_pairs = [
+        [ArraySource(dtype, (len(patterns),), patterns) for patterns in pair] for pair in pairs(dtype)
+    ]
+    sources, bases = [new for new, _ in source_pairs], [old for _, old in source_pairs] if has_base else []
+    batch = EXACT.plan_and_encode(sources, bases, effort)
+    singles = [encode_alone(*pair, effort) for pair in itertools.zip_longest(sources, bases)]
+    for source, batched, single in zip(sources, batch, singles, strict=True):
+        batched_frame, single_frame = frame(source, batched), frame(source, single)
+        # Tables of deltas are chosen per batch, where smaller tables may pay.
+        assert batched_frame == single_frame or (
+            has_base and len(batched_frame) <= 1.01 * len(single_frame) + 8
+        )
+    # The cases differ: plans with and without a base and contexts.
+    plans = {(encoding.plan.needs_base, bool(encoding.plan.rules)) for encoding, _ in batch}
     deltas = {(True, False)} | ({(True, True)} if effort.delta_gain is not None else set())
     assert plans == ({(False, False)} | (deltas if has_base else set()))
 
@@ -106,13 +110,13 @@ def codes() -> Sequence[Bytes]:
     )
 
 
-def test_repeats_are_counted_alike_by_both_kinds_of_kernels() -> None:
+def test_numpy_and_compiled_kernels_count_the_same_repeats() -> None:
     parts = [*codes(), np.zeros(50, np.uint8), np.empty(0, np.uint8)]
     symbols, ends = np.concatenate(parts), np.cumsum([len(part) for part in parts])
-    found = plain.repeats(symbols, ends)
-    np.testing.assert_array_equal(found, compiled().repeats(symbols, ends))
-    assert found[9, 0] > 18_000  # of what repeats every 700 codes
-    assert not found[7].any()  # of random codes
+    counts = plain.repeats(symbols, ends)
+    np.testing.assert_array_equal(counts, compiled().repeats(symbols, ends))
+    assert counts[9, 0] > 18_000  # the codes that repeat every 700
+    assert not counts[7].any()  # random codes
 
 
 @pytest.mark.parametrize("start", [lambda: None, compiled], ids=["numpy", "compiled"])
@@ -120,15 +124,15 @@ def test_streams_are_those_of_codes_encoded_one_by_one(start: object) -> None:
     assert callable(start)
     start()
     parts = codes()
-    together = encode_streams(parts)
-    assert [(coder, bytes(data)) for coder, data in together] == [
+    batch = encode_streams(parts)
+    assert [(coder, bytes(data)) for coder, data in batch] == [
         (coder, bytes(data)) for coder, data in map(encode_stream, parts)
     ]
-    assert {coder for coder, _ in together} == set(CoderId) - OF_CODE_STREAMS
+    assert {coder for coder, _ in batch} == set(CoderId) - OF_CODE_STREAMS
 
 
 @pytest.mark.parametrize("kernels", ["numpy", "compiled"])
-def test_huffman_streams_are_those_of_codes_encoded_one_by_one_and_come_back(
+def test_huffman_streams_are_those_of_codes_encoded_one_by_one_and_decode(
     kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plain, "_spent", [0.0])
@@ -136,12 +140,12 @@ def test_huffman_streams_are_those_of_codes_encoded_one_by_one_and_come_back(
         compiled()
     skewed = np.random.default_rng(1).binomial(30, 0.3, 30_003).astype(np.uint8)
     parts = (*codes(), *(skewed[:n] for n in (HUFFMAN_CODES - 1, HUFFMAN_CODES, 30_001, 30_002, 30_003)))
-    together = encode_streams(parts, huffman_margin=0.1)
-    for part, (coder, data) in zip(parts, together, strict=True):
-        [(own, alone)] = encode_streams([part], huffman_margin=0.1)
-        assert (coder, bytes(data)) == (own, bytes(alone))
+    batch = encode_streams(parts, huffman_margin=0.1)
+    for part, (coder, data) in zip(parts, batch, strict=True):
+        [(single_coder, single)] = encode_streams([part], huffman_margin=0.1)
+        assert (coder, bytes(data)) == (single_coder, bytes(single))
         out = np.empty_like(part)
         decode_stream(coder, memoryview(bytearray(data)), out)
         np.testing.assert_array_equal(out, part)
-    n_huffman = sum(coder is CoderId.HUFFMAN for coder, _ in together)
-    assert n_huffman == sum(len(part) >= HUFFMAN_CODES for part in parts[-5:]) + 1  # of the first parts one
+    n_huffman = sum(coder is CoderId.HUFFMAN for coder, _ in batch)
+    assert n_huffman == sum(len(part) >= HUFFMAN_CODES for part in parts[-5:]) + 1  # one of codes()

@@ -1,7 +1,7 @@
-"""No kernel reads or writes out of bounds, whatever a file, a message or a saved state says.
+"""No kernel accesses memory out of bounds, whatever a file, a message or a saved state contains.
 
-The compiled kernels have no bounds checks: who calls one with positions, codes, contexts, counts or lengths
-that come from elsewhere holds them against what is there first. The tables say where; mutants show it.
+Compiled kernels have no bounds checks. Positions, codes, contexts, counts and lengths from a file or a peer
+are checked before a kernel indexes with them: the tables name the function that checks, and mutants test it.
 """
 
 import ast
@@ -19,42 +19,42 @@ from tests.support.spec_support import ROOT
 
 KERNELS = ROOT / "ckptz" / "kernels"
 DECORATORS = {"kernel", "part", "summing", "summing_part"}
-DOORS = {"cpu", "rounding", "moments", "compiled"}  # what calls of kernels go through
-WIRE_NAMES = {"k", "_k", "kernels"}
+ACCESSORS = {"cpu", "rounding", "moments", "compiled"}  # functions that return a module of kernels
+WIRE_NAMES = {"k", "_k", "kernels"}  # names of a module of kernels in ckptz/wire
 
-# Kernels that index by numbers from data: the function that holds them against what they index.
+# Kernels that index with numbers from data, and the function that checks these numbers.
 CHECKED = {
-    # entropy coding: what is read bounds itself, word by word or bit by bit
+    # entropy coding: the decoder checks the end of its input at each word or bit
     "_rans_decode": "ckptz/kernels/coding_cpu.py:_decode_scalar",
     "_decode_scalar": "ckptz/kernels/coding_cpu.py:_decode_scalar",
     "_table_unpack": "ckptz/kernels/coding_cpu.py:_table_unpack",
-    # a complete code; parts within the bytes that are there
+    # the Huffman code is complete; the parts are within the stream
     "_huffman_codes": "ckptz/format/huffman.py:parse_lengths",
     "_fill_entries": "ckptz/format/huffman.py:parse_lengths",
     "_huffman_decode": "ckptz/format/huffman.py:parse_parts",
     "_decode_tail": "ckptz/kernels/huffman_cpu.py:_decode_tail",
     "_ends_at": "ckptz/format/huffman.py:parse_parts",
-    # contexts below their number
+    # contexts are below the number of contexts
     "_ungroup": "ckptz/format/frame.py:_parse_indices",
     "_context_counts": "ckptz/format/frame.py:_parse_indices",
     "_group": "ckptz/format/frame.py:_parse_indices",
     "_context_histogram": "ckptz/format/sources.py:_labels_by",
-    # codes below those of the map, rows below those of its table
+    # codes and rows are within the table of the map
     "_lookup": "ckptz/format/decode.py:map_codes",
     "_add_linear_32": "ckptz/format/context_rules.py:parse_runs",
     "_add_linear_16": "ckptz/format/context_rules.py:parse_runs",
     "_add_bits": "ckptz/format/context_rules.py:parse_runs",
-    # labels of the rows of a base below its steps
+    # row labels of a base are below its number of steps
     "_nearest_codes": "ckptz/codec/grid.py:_steps_of",
     "_stochastic_codes": "ckptz/codec/grid.py:_steps_of",
     "_residual_sums": "ckptz/codec/grid.py:_steps_of",
-    # as many ones in a mask as there are values
+    # the number of ones in a mask is the number of values
     "take": "ckptz/wire/state.py:pop_mask",
     "put": "ckptz/wire/payload.py:topk",
     "_threshold": "ckptz/wire/policy.py:k",
     "_find": "ckptz/wire/policy.py:k",
     "top_mask": "ckptz/wire/policy.py:k",
-    # as many bytes as codes of so many bits take
+    # the number of bytes fits the number of codes and their bits
     "_unpack_codes": "ckptz/wire/payload.py:unpacked",
     "dequantize": "ckptz/wire/payload.py:uniform",
     "_checksum": "ckptz/wire/endpoint.py:_check_header",  # a multiple of 16 bytes
@@ -62,12 +62,12 @@ CHECKED = {
     "_codes_nearest": "ckptz/wire/endpoint.py:_check_patterns",
     "_codes_random": "ckptz/wire/endpoint.py:_check_patterns",
     "_range": "ckptz/wire/endpoint.py:_check_patterns",
-    # as many elements in outer vectors as a tensor has rows and columns
+    # outer vectors have an element for each row and column of the tensor
     "_outer_rows": "ckptz/format/frame.py:_parse_outer",
-    # tiles of whole rows, and no more planes than there is room for
+    # tiles divide rows, and all planes are in the payload
     "tile_values": "ckptz/wire/payload.py:tiled",
     "unpack_rows": "ckptz/wire/payload.py:tiled",
-    # as many patterns in a base, or in a tensor that is named, as in the tensor
+    # a base, or a context tensor, has the number of patterns of the tensor
     "_add_ordered": "ckptz/format/reader.py:base",
     "_add_block": "ckptz/format/reader.py:base",
     "_magnitudes": "ckptz/format/reader.py:_context_tensor",
@@ -77,9 +77,9 @@ CHECKED = {
         ("_merge_2", "_merge_4", "_merge_rotated_2", "_merge_rotated_4"), "ckptz/format/decode.py:_plain"
     ),
 }
-# Kernels that index by their own loops, by patterns of as many bits as the table has entries, or by what the
-# encoder made of tensors in memory.
-OWN = {
+# Kernels that index with loop counters, with patterns whose bits match the size of the table, or with values
+# that the encoder computed.
+UNCHECKED = {
     *("_encode_scalar", "_rans_encode", "_count_streams", "_repeats", "_sort_row"),
     *("_normalise", "_pack_tables", "_count_pairs"),
     *("_huffman_lengths", "_huffman_encode", "_encode_quarter", "_put_whole_bytes"),
@@ -96,7 +96,7 @@ OWN = {
     *("_rotate", "tile_peaks", "_tile_codes", "pack_rows"),
     "_scale_runs",
 }
-# Who calls kernels that index by numbers from data. A new caller comes with its check, and with a name here.
+# Modules that call kernels which index with numbers from data. A new caller needs a check, and a row here.
 CALLERS = {
     "rans_decode": {"format/streams.py"},
     "table_unpack": {"format/frequency.py"},
@@ -132,12 +132,12 @@ CALLERS = {
 
 
 def functions(path: Path) -> Iterator[ast.FunctionDef]:
-    """All of a module, methods too."""
+    """Yield the functions and methods of a module."""
     return (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef))
 
 
 def compiled() -> set[str]:
-    """Names of all kernels that numba compiles on their own."""
+    """Return the names of all functions that numba compiles."""
     return {
         function.name
         for path in KERNELS.glob("*.py")
@@ -146,58 +146,58 @@ def compiled() -> set[str]:
     }
 
 
-def _through(node: ast.expr) -> bool:
-    """Whether an expression is a module of kernels."""
+def _is_kernel_module(node: ast.expr) -> bool:
+    """Return whether an expression is a module of kernels."""
     if isinstance(node, ast.Call):
-        return isinstance(node.func, ast.Name) and node.func.id in DOORS
+        return isinstance(node.func, ast.Name) and node.func.id in ACCESSORS
     name = node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")
     return name in WIRE_NAMES
 
 
 def test_every_kernel_is_in_one_of_the_tables() -> None:
-    assert compiled() == set(CHECKED) | OWN
-    assert not set(CHECKED) & OWN
+    assert compiled() == set(CHECKED) | UNCHECKED
+    assert not set(CHECKED) & UNCHECKED
 
 
-@pytest.mark.parametrize("place", sorted(set(CHECKED.values())))
-def test_every_check_is_where_the_table_says(place: str) -> None:
-    path, name = place.split(":")
+@pytest.mark.parametrize("check", sorted(set(CHECKED.values())))
+def test_every_check_of_the_table_exists(check: str) -> None:
+    path, name = check.split(":")
     assert name in {function.name for function in functions(ROOT / path)}
 
 
 def test_kernels_have_the_callers_of_the_table_and_no_others() -> None:
-    found: dict[str, set[str]] = {name: set() for name in CALLERS}
+    callers: dict[str, set[str]] = {name: set() for name in CALLERS}
     for path in sorted((ROOT / "ckptz").rglob("*.py")):
         if path.parent == KERNELS:
             continue
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute) and node.attr in CALLERS and _through(node.value):
-                found[node.attr].add(path.relative_to(ROOT / "ckptz").as_posix())
-    assert found == CALLERS
+            if isinstance(node, ast.Attribute) and node.attr in CALLERS and _is_kernel_module(node.value):
+                callers[node.attr].add(path.relative_to(ROOT / "ckptz").as_posix())
+    assert callers == CALLERS
 
 
 # --- mutants ------------------------------------------------------------------------------------
 
 SHORT = (1200, 100, 7)
-LONG = (90_000, 10_000, 8)  # of files, and of messages and states; the seed
+LONG = (90_000, 10_000, 8)  # mutants of files, mutants of messages and states, seed
 
 
-@pytest.mark.apps  # compiles every kernel anew
+@pytest.mark.apps  # compiles every kernel with bounds checks
 @pytest.mark.parametrize("counts", [SHORT, pytest.param(LONG, marks=pytest.mark.slow)], ids=["short", "long"])
 def test_mutants_are_refused_or_read_as_the_second_decoder_reads_them(
     counts: tuple[int, int, int], pytestconfig: pytest.Config
 ) -> None:
-    """Checked kernels stay compiled between runs, as others do."""
+    """Run the mutants in a process whose kernels have bounds checks, cached in pytest's cache folder."""
     checks = {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(pytestconfig.cache.mkdir("bounds"))}
     command = [sys.executable, "-m", "tests.support.bounds_worker", *map(str, counts)]
     run = subprocess.run(command, env=os.environ | checks, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     rows: list[dict[str, Any]] = [json.loads(line) for line in run.stdout.splitlines()]
-    right = {"kind", "mutants", "accepted", "refused", "codes alone"}
-    assert all(set(row) <= right for row in rows), run.stderr
-    found = {row["kind"]: row for row in rows}
-    assert {"file", "chain", "apply_ base", "apply_ stored", "message", "shape", "state"} == set(found)
-    assert found["file"]["mutants"] + found["chain"]["mutants"] == counts[0]
+    allowed = {"kind", "mutants", "accepted", "refused", "codes alone"}
+    assert all(set(row) <= allowed for row in rows), run.stderr
+    by_kind = {row["kind"]: row for row in rows}
+    assert {"file", "chain", "apply_ base", "apply_ stored", "message", "shape", "state"} == set(by_kind)
+    assert by_kind["file"]["mutants"] + by_kind["chain"]["mutants"] == counts[0]
     for kind in ("file", "chain", "apply_ base", "message", "state"):
-        assert found[kind]["refused"] > 0
-        assert found[kind]["accepted"] > 0.05 * found[kind]["mutants"]
+        assert by_kind[kind]["refused"] > 0
+        assert by_kind[kind]["accepted"] > 0.05 * by_kind[kind]["mutants"]

@@ -1,4 +1,4 @@
-"""Kernels of numba, and of torch where it has them, give the reference's bits, also without subnormals."""
+"""Kernels in numba and torch return the bits of the numpy reference, also with subnormals flushed to zero."""
 
 import itertools
 from typing import Any
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("flush_mode")
 
 
 def f32_patterns(dtype: Any, min_size: int = 1, max_size: int = 300) -> st.SearchStrategy[Any]:
-    """Patterns with many small numbers, zeros, infinities and NaN among them."""
+    """Draw bit patterns with many small numbers, zeros, infinities and NaN."""
     width = 8 * np.dtype(dtype).itemsize
     special = [0, 1, 1 << (width - 1), (1 << width) - 1, (1 << (width - 1)) - 1, 0x7F << max(width - 9, 0)]
     patterns = st.one_of(
@@ -36,41 +36,41 @@ def f32_patterns(dtype: Any, min_size: int = 1, max_size: int = 300) -> st.Searc
 
 
 def finite(patterns: np.ndarray[Any, Any], kind: int) -> np.ndarray[Any, Any]:
-    """The same patterns with infinities and NaN made into ones."""
+    """Replace patterns of infinities and NaN by pattern 1."""
     exponent = patterns.dtype.type((0x7F800000, 0x7F80, 0x7C00)[kind])
     return np.where((patterns & exponent) == exponent, patterns.dtype.type(1), patterns)
 
 
 def check_equal(name: str, dtype: Any, *arguments: Any) -> np.ndarray[Any, Any]:
-    """A kernel that returns an array gives the same bits on every backend that has it."""
+    """Check that a kernel returns the reference's bits on every backend that has it, and return them."""
     expected = getattr(reference, name)(*arguments)
     np.testing.assert_array_equal(getattr(cpu_kernels(), name)(*arguments), expected)
     for device in devices() if hasattr(torch_kernels, name) else ():
-        moved = [to_torch(a, device) if isinstance(a, np.ndarray) else a for a in arguments]
-        got = from_torch(getattr(torch_kernels, name)(*moved), dtype)
-        np.testing.assert_array_equal(got, expected)
+        on_device = [to_torch(a, device) if isinstance(a, np.ndarray) else a for a in arguments]
+        actual = from_torch(getattr(torch_kernels, name)(*on_device), dtype)
+        np.testing.assert_array_equal(actual, expected)
     return expected
 
 
 def check_equal_into(name: str, out: np.ndarray[Any, Any], *arguments: Any) -> np.ndarray[Any, Any]:
-    """A kernel that fills `out` gives the same bits on every backend that has it."""
+    """Check that a kernel fills `out` with the reference's bits on every backend that has it; return them."""
     expected = np.empty_like(out)
     getattr(reference, name)(*arguments, expected)
-    got = np.empty_like(out)
-    getattr(cpu_kernels(), name)(*arguments, got)
-    np.testing.assert_array_equal(got, expected)
+    actual = np.empty_like(out)
+    getattr(cpu_kernels(), name)(*arguments, actual)
+    np.testing.assert_array_equal(actual, expected)
     for device in devices() if hasattr(torch_kernels, name) else ():
-        moved = [to_torch(a, device) if isinstance(a, np.ndarray) else a for a in arguments]
-        on_device = to_torch(np.zeros_like(out), device)
-        getattr(torch_kernels, name)(*moved, on_device)
-        np.testing.assert_array_equal(from_torch(on_device, out.dtype), expected)
+        on_device = [to_torch(a, device) if isinstance(a, np.ndarray) else a for a in arguments]
+        out_on_device = to_torch(np.zeros_like(out), device)
+        getattr(torch_kernels, name)(*on_device, out_on_device)
+        np.testing.assert_array_equal(from_torch(out_on_device, out.dtype), expected)
     return expected
 
 
 @pytest.mark.parametrize("dtype", PATTERN_TYPES)
 @given(st.data())
 @settings(max_examples=25, deadline=None)
-def test_planes_split_alike_and_merge_back(dtype: Any, data: st.DataObject) -> None:
+def test_planes_are_split_and_merged_exactly(dtype: Any, data: st.DataObject) -> None:
     patterns = data.draw(f32_patterns(dtype))
     base = data.draw(f32_patterns(dtype, len(patterns), len(patterns)))
     for mode in range(5):
@@ -100,13 +100,13 @@ def test_classes_histograms_and_grouping_agree(dtype: Any, data: st.DataObject) 
     np.testing.assert_array_equal(per_context.sum(axis=(0, 2)), counts.sum(axis=1))
     for codes in (symbols, patterns):
         check_equal("group", codes.dtype, codes, contexts, ends, per_context)
-        whole = np.array([len(patterns)])
-        own = check_equal("context_counts", np.uint32, contexts, whole, 256)
-        grouped = check_equal("group", codes.dtype, codes, contexts, whole, own)
-        np.testing.assert_array_equal(check_equal_into("ungroup", codes, grouped, contexts, own), codes)
+        end = np.array([len(patterns)])
+        totals = check_equal("context_counts", np.uint32, contexts, end, 256)
+        grouped = check_equal("group", codes.dtype, codes, contexts, end, totals)
+        np.testing.assert_array_equal(check_equal_into("ungroup", codes, grouped, contexts, totals), codes)
 
 
-def test_classes_of_many_codes_are_counted_as_those_of_few() -> None:
+def test_context_counts_do_not_depend_on_the_size_of_the_alphabet() -> None:
     rng = np.random.default_rng(0)
     labels = rng.choice(np.array([3, 4, 9], np.uint8), 3 * 1024 + 1)
     codes = rng.integers(0, 256, len(labels)).astype(np.uint8)
@@ -123,8 +123,8 @@ def test_order_is_inverted_and_sorts_like_the_values(dtype: Any, data: st.DataOb
     patterns = data.draw(f32_patterns(dtype))
     ordered = reference.order(patterns)
     for device in devices():
-        found = from_torch(torch_kernels.ordered(to_torch(patterns, device)), np.int64)
-        np.testing.assert_array_equal(found, ordered.astype(np.int64))
+        ordered_on_device = from_torch(torch_kernels.ordered(to_torch(patterns, device)), np.int64)
+        np.testing.assert_array_equal(ordered_on_device, ordered.astype(np.int64))
     np.testing.assert_array_equal(reference.unorder(ordered), patterns)
     if dtype is np.uint32:
         values = reference.widen_f64(finite(patterns, reference.F32))
@@ -141,7 +141,7 @@ def test_quantization_agrees(kind: int, dtype: Any, data: st.DataObject) -> None
     region_code = data.draw(hnp.arrays(np.uint8, len(boundaries) + 1))
     check_equal("top_histogram", np.int64, patterns)
     codes = check_equal("region_codes", np.uint8, patterns, boundaries, region_code)
-    long_patterns = np.resize(patterns, 1 << 14)  # past the size from which the table of buckets is used
+    long_patterns = np.resize(patterns, 1 << 14)  # long enough for the lookup table by bucket
     long_codes = cpu_kernels().region_codes(long_patterns, boundaries, region_code)
     np.testing.assert_array_equal(long_codes[: len(patterns)], codes)
 
@@ -149,7 +149,7 @@ def test_quantization_agrees(kind: int, dtype: Any, data: st.DataObject) -> None
 @pytest.mark.parametrize(("kind", "dtype"), KINDS)
 @given(st.data())
 @settings(max_examples=30, deadline=None)
-def test_values_decode_alike(kind: int, dtype: Any, data: st.DataObject) -> None:
+def test_decoded_values_agree(kind: int, dtype: Any, data: st.DataObject) -> None:
     patterns = finite(data.draw(f32_patterns(dtype)), kind)
     n_rows, n_codes = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 9))
     codes = data.draw(hnp.arrays(np.uint8, len(patterns), elements=st.integers(0, n_codes - 1)))
@@ -171,7 +171,7 @@ def test_values_decode_alike(kind: int, dtype: Any, data: st.DataObject) -> None
 def test_casts_agree_and_are_nearest_even(kind: int, dtype: Any, data: st.DataObject) -> None:
     values = data.draw(f32_patterns(np.uint32))
     narrow = check_equal("from_f32", dtype, values, kind)
-    # Widening is defined for finite patterns: others are protected, and their sums are never used.
+    # Widening is defined for finite patterns only: others are protected, and sums with them are not used.
     restored = finite(narrow, kind)
     wide = check_equal("to_f32", np.uint32, restored, kind)
     np.testing.assert_array_equal(check_equal("from_f32", dtype, wide, kind), restored)
@@ -205,14 +205,14 @@ def test_every_f16_widens_to_the_same_pattern_in_arrays_of_any_length(n: int) ->
 def test_sums_keep_subnormals(data: st.DataObject) -> None:
     a = finite(data.draw(f32_patterns(np.uint32)), reference.F32)
     b = finite(data.draw(f32_patterns(np.uint32, len(a), len(a))), reference.F32)
-    got = check_equal("add_f32", np.uint32, a, b)
-    # The double sum of two floats near each other is exact; one rounding by integers follows.
+    sums = check_equal("add_f32", np.uint32, a, b)
+    # The sum of two floats of similar size is exact in double precision; integers then round it once.
     exact = reference.widen_f64(a) + reference.widen_f64(b)
     is_exact = np.abs(reference.widen_f64(a)) < 1e-20
     is_exact &= np.abs(reference.widen_f64(b)) < 1e-20
     expected = reference.round_f64(exact)
     both_zero = exact == 0
-    np.testing.assert_array_equal(got[is_exact & ~both_zero], expected[is_exact & ~both_zero])
+    np.testing.assert_array_equal(sums[is_exact & ~both_zero], expected[is_exact & ~both_zero])
 
 
 @given(st.data())
@@ -227,7 +227,7 @@ def test_outer_products_agree(data: st.DataObject) -> None:
 
 @given(st.integers(1, 8), st.data())
 @settings(max_examples=30, deadline=None)
-def test_packed_codes_come_back(n_bits: int, data: st.DataObject) -> None:
+def test_packed_codes_are_unpacked_exactly(n_bits: int, data: st.DataObject) -> None:
     codes = data.draw(hnp.arrays(np.uint8, st.integers(1, 100), elements=st.integers(0, 2**n_bits - 1)))
     packed = check_equal("pack_codes", np.uint8, codes, n_bits)
     assert len(packed) == -(-len(codes) * n_bits // 8)
@@ -254,14 +254,14 @@ def test_rans_streams_are_equal_and_decode(data: st.DataObject) -> None:
     symbols = rng.integers(0, n_symbols, n).astype(np.uint8)
     ends = np.unique(np.append(rng.integers(0, n + 1, n_segments - 1), n)).astype(np.int64)
     table_of = rng.integers(0, 3, len(ends))
-    if data.draw(st.booleans()):  # a table of a single code beside others
+    if data.draw(st.booleans()):  # make one of the tables a single code
         frequencies[1] = np.where(np.arange(256) == 7, 4096, 0)
         symbols[np.repeat(table_of == 1, np.diff(ends, prepend=0))] = 7
     arguments = ends, table_of, frequencies, n_lanes
-    states, words = coded(reference, symbols, *arguments)
-    fast_states, fast_words = coded(cpu_kernels(), symbols, *arguments)
-    np.testing.assert_array_equal(fast_states, states)
-    np.testing.assert_array_equal(fast_words, words)
+    states, words = encode_stream(reference, symbols, *arguments)
+    compiled_states, compiled_words = encode_stream(cpu_kernels(), symbols, *arguments)
+    np.testing.assert_array_equal(compiled_states, states)
+    np.testing.assert_array_equal(compiled_words, words)
     slots = check_equal("slot_tables", np.uint32, frequencies)
     for kernels in (reference, cpu_kernels()):
         out = np.empty_like(symbols)
@@ -275,7 +275,7 @@ def test_rans_streams_are_equal_and_decode(data: st.DataObject) -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 90), st.sampled_from([1, 4, 32])), min_size=1, max_size=5))
 @settings(max_examples=30, deadline=None)
-def test_streams_that_are_coded_together_are_those_coded_alone(streams: list[tuple[int, int]]) -> None:
+def test_streams_encoded_in_a_batch_are_those_encoded_alone(streams: list[tuple[int, int]]) -> None:
     rng = np.random.default_rng(len(streams))
     sizes, lanes = np.array(streams).T
     ends, heads = np.cumsum(sizes), [bytes(range(k)) for k in range(len(streams))]
@@ -288,13 +288,17 @@ def test_streams_that_are_coded_together_are_those_coded_alone(streams: list[tup
             np.cumsum([len(head) for head in heads]),
         )
         for k, (i, j) in enumerate(spans.tolist()):
-            own = symbols[ends[k] - sizes[k] : ends[k]]
-            states, words = coded(kernels, own, sizes[k : k + 1], np.array([k]), frequencies, int(lanes[k]))
+            part = symbols[ends[k] - sizes[k] : ends[k]]
+            states, words = encode_stream(
+                kernels, part, sizes[k : k + 1], np.array([k]), frequencies, int(lanes[k])
+            )
             assert out[i:j].tobytes() == heads[k] + states.tobytes() + words.tobytes()
 
 
-def coded(kernels: Any, symbols: Any, ends: Any, table_of: Any, frequencies: Any, n_lanes: int) -> Any:
-    """Lane states and words of one stream."""
+def encode_stream(
+    kernels: Any, symbols: Any, ends: Any, table_of: Any, frequencies: Any, n_lanes: int
+) -> Any:
+    """Encode one stream; return its lane states and words."""
     out, [[begin, end]] = kernels.rans_encode(
         *(symbols, np.zeros(1, np.int64), np.array([len(ends)]), ends, table_of),
         *(encoding_tables(frequencies), np.array([n_lanes]), np.zeros(0, np.uint8), np.zeros(1, np.int64)),
@@ -304,12 +308,12 @@ def coded(kernels: Any, symbols: Any, ends: Any, table_of: Any, frequencies: Any
 
 
 def skewed(n: int, n_symbols: int, skew: int, seed: int) -> np.ndarray[Any, Any]:
-    """Symbols with two at least, rare ones among them, that leave some of the alphabet out."""
+    """Draw `n` symbols with rare ones, at least two different, and gaps in the alphabet."""
     rng = np.random.default_rng(seed)
     shares = rng.random(n_symbols) ** skew
-    found = rng.choice(rng.permutation(256)[:n_symbols], n, p=shares / shares.sum()).astype(np.uint8)
-    found[:2] = (3, 200)
-    return found
+    symbols = rng.choice(rng.permutation(256)[:n_symbols], n, p=shares / shares.sum()).astype(np.uint8)
+    symbols[:2] = (3, 200)
+    return symbols
 
 
 @given(
@@ -325,14 +329,14 @@ def test_huffman_streams_are_equal_and_decode(
     assert lengths.max() <= 11
     assert ((2.0 ** -lengths.astype(float)).sum(axis=1, where=lengths > 0) == 1).all()
     n_heads, n_bytes = np.arange(len(sizes)), (counts * lengths).sum(axis=1) // 8 + 4
-    (expected, spans), (got, got_spans) = (
+    (expected, spans), (compiled_bytes, compiled_spans) = (
         kernels.huffman_encode(np.concatenate(streams), ends, lengths, n_heads, n_bytes)
         for kernels in (reference, cpu_kernels())
     )
     for k, stream in enumerate(streams):
-        assert np.diff(spans[k]).tolist() == np.diff(got_spans[k]).tolist()
+        assert np.diff(spans[k]).tolist() == np.diff(compiled_spans[k]).tolist()
         parts, cuts = expected[spans[k, 1] : spans[k, -1]], spans[k, 2:] - spans[k, 1]
-        np.testing.assert_array_equal(parts, got[got_spans[k, 1] : got_spans[k, -1]])
+        np.testing.assert_array_equal(parts, compiled_bytes[compiled_spans[k, 1] : compiled_spans[k, -1]])
         for kernels in (reference, cpu_kernels()):
             out = np.empty_like(stream)
             assert kernels.huffman_decode(parts, cuts, lengths[k], out)
@@ -340,32 +344,32 @@ def test_huffman_streams_are_equal_and_decode(
     damaged = parts.copy()
     damaged[data.draw(st.integers(0, len(parts) - 1))] ^= data.draw(st.integers(1, 255))
     outs = [np.empty_like(stream) for _ in range(2)]
-    is_whole = [
+    is_valid = [
         kernels.huffman_decode(damaged, cuts, lengths[k], out)
         for kernels, out in zip((reference, cpu_kernels()), outs, strict=True)
     ]
-    assert is_whole[0] == is_whole[1]
-    if is_whole[0]:
+    assert is_valid[0] == is_valid[1]
+    if is_valid[0]:
         np.testing.assert_array_equal(*outs)
 
 
 @given(st.lists(st.integers(1, 30), min_size=2, max_size=5))
 @settings(max_examples=60, deadline=None)
-def test_code_lengths_are_as_short_as_any(counts: list[int]) -> None:
+def test_huffman_codes_are_optimal(counts: list[int]) -> None:
     row = np.zeros((1, 256), np.int64)
     row[0, : len(counts)] = counts
     lengths = reference.huffman_lengths(row)[0]
-    every = itertools.product(range(1, 6), repeat=len(counts))
+    assignments = itertools.product(range(1, 6), repeat=len(counts))
     least = min(
         sum(n * length for n, length in zip(counts, lengths, strict=True))
-        for lengths in every
+        for lengths in assignments
         if sum(2 ** (5 - length) for length in lengths) <= 32
     )
     assert (row[0] * lengths).sum() == least
 
 
 @pytest.mark.parametrize("kind", ["skewed", "constant", "even"])
-def test_long_streams_are_counted_by_pairs_as_short_ones_are(kind: str) -> None:
+def test_counting_by_pairs_gives_the_same_counts(kind: str) -> None:
     n = COUNTED_BY_PAIRS + 5
     symbols = {
         "skewed": skewed(n, 40, 9, 1),
@@ -381,7 +385,7 @@ def test_long_streams_are_counted_by_pairs_as_short_ones_are(kind: str) -> None:
 
 @given(st.integers(0, 2**32), st.integers(1, 40))
 @settings(max_examples=15, deadline=None)
-def test_tables_are_whole_packed_and_as_good_as_one_unit_can_make_them(seed: int, n_rows: int) -> None:
+def test_frequency_tables_are_normalised_and_packed_exactly(seed: int, n_rows: int) -> None:
     rng = np.random.default_rng(seed)
     counts = np.zeros((n_rows, 256), np.int64)
     for row in counts:
@@ -401,24 +405,24 @@ def test_tables_are_whole_packed_and_as_good_as_one_unit_can_make_them(seed: int
         out = np.empty_like(frequencies)
         assert kernels.table_unpack(packed, out) == len(packed)
         np.testing.assert_array_equal(out, frequencies)
-    # Each of the orders of the codes is worth a try: none gives a shorter table.
+    # The packed size is the smallest of all orders of the Golomb codes.
     for row, size in zip(frequencies, np.diff(ends, prepend=0), strict=True):
         first, last = np.flatnonzero(row)[[0, -1]]
         assert size == 3 + min(len(reference.golomb_pack(row[first:last], order)) for order in range(12))
 
 
-def test_what_equals_get_of_a_table_is_a_rule() -> None:
+def test_equal_counts_get_frequencies_by_a_fixed_rule() -> None:
     rng = np.random.default_rng(0)
     counts = rng.choice([0, 100, 150, 200], (40, 256)) + np.eye(40, 256, dtype=np.int64)
     frequencies = check_equal("normalise", np.uint16, counts)
-    assert any(len(np.unique(row[own == 100])) > 1 for row, own in zip(frequencies, counts, strict=True))
+    assert any(len(np.unique(row[n == 100])) > 1 for row, n in zip(frequencies, counts, strict=True))
     order = reference.ascending(counts.astype(np.float64))
     assert (np.diff(np.take_along_axis(counts, order, axis=1)) >= 0).all()
 
 
 @given(st.integers(0, 2**32), st.integers(1, 3))
 @settings(max_examples=40, deadline=None)
-def test_rows_are_merged_while_one_table_for_both_costs_less(seed: int, n_parts: int) -> None:
+def test_rows_are_merged_while_a_common_table_costs_less(seed: int, n_parts: int) -> None:
     rng = np.random.default_rng(seed)
     counts = rng.poisson(rng.choice([0.0, 0.02, 5.0], (12 * n_parts, 1)), (12 * n_parts, 256))
     counts[::12, 0] += 1
@@ -426,18 +430,20 @@ def test_rows_are_merged_while_one_table_for_both_costs_less(seed: int, n_parts:
     group_of, sums, group_ends = cpu_kernels().merge_rows(counts.copy(), ends, 4, 40.0, 6.0)
     for k in range(n_parts):
         rows = slice(12 * k, 12 * k + 12)
-        alone = cpu_kernels().merge_rows(counts[rows].copy(), ends[:1], 4, 40.0, 6.0)
+        separate = cpu_kernels().merge_rows(counts[rows].copy(), ends[:1], 4, 40.0, 6.0)
         begin = group_ends[k - 1] if k else 0
-        np.testing.assert_array_equal(group_of[rows], alone[0] + begin)
-        np.testing.assert_array_equal(sums[begin : group_ends[k]], alone[1])
-        assert len(alone[1]) <= 4
+        np.testing.assert_array_equal(group_of[rows], separate[0] + begin)
+        np.testing.assert_array_equal(sums[begin : group_ends[k]], separate[1])
+        assert len(separate[1]) <= 4
     for group, total in enumerate(sums):
         np.testing.assert_array_equal(counts[group_of == group].sum(axis=0), total)
 
 
 @given(st.integers(1, 3), st.integers(1, 60), st.integers(0, 99), st.binary(max_size=40))
 @settings(max_examples=60, deadline=None)
-def test_frequency_tables_are_read_alike(n_tables: int, n_symbols: int, seed: int, noise: bytes) -> None:
+def test_frequency_tables_are_unpacked_the_same(
+    n_tables: int, n_symbols: int, seed: int, noise: bytes
+) -> None:
     rows, parts = frequency_rows(n_tables, n_symbols, seed), []
     for row in rows:
         first, last = np.flatnonzero(row)[[0, -1]]
@@ -445,12 +451,12 @@ def test_frequency_tables_are_read_alike(n_tables: int, n_symbols: int, seed: in
         parts += [np.array([first, last, seed % 12], np.uint8), codes]
     packed = np.concatenate(parts)
     for source in (packed, packed[:-1], np.frombuffer(noise, np.uint8)):
-        found = []
+        results = []
         for kernels in (reference, cpu_kernels()):
             out = np.full((n_tables, 256), 7, np.uint16)
-            found.append((kernels.table_unpack(source, out), out.tolist()))
-        assert found[0][0] == found[1][0]
-        assert found[0][0] < 0 or found[0] == found[1]
+            results.append((kernels.table_unpack(source, out), out.tolist()))
+        assert results[0][0] == results[1][0]
+        assert results[0][0] < 0 or results[0] == results[1]
     out = np.empty((n_tables, 256), np.uint16)
     assert cpu_kernels().table_unpack(packed, out) == len(packed)
     np.testing.assert_array_equal(out, rows)

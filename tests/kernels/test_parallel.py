@@ -1,4 +1,4 @@
-"""Ordered work on threads, and small work on the caller's."""
+"""Workers: results in order from threads, small work on the caller's thread, errors and interrupts."""
 
 import gc
 import signal
@@ -12,13 +12,13 @@ import pytest
 from ckptz.parallel import Task, Workers, uninterrupted
 
 
-def test_small_work_stays_on_the_callers_thread_and_in_its_turn() -> None:
-    def where(item: int) -> tuple[int, bool]:
+def test_small_work_runs_on_the_callers_thread_in_order() -> None:
+    def thread_of(item: int) -> tuple[int, bool]:
         return item, threading.current_thread() is threading.main_thread()
 
     with Workers(2) as workers:
-        found = list(workers.map(where, range(9), lambda item: item % 3 > 0))
-    assert found == [(item, item % 3 > 0) for item in range(9)]
+        results = list(workers.map(thread_of, range(9), lambda item: item % 3 > 0))
+    assert results == [(item, item % 3 > 0) for item in range(9)]
 
 
 def test_an_error_of_small_work_is_raised_after_the_results_before_it() -> None:
@@ -35,42 +35,42 @@ def test_an_error_of_small_work_is_raised_after_the_results_before_it() -> None:
 
 
 class Refused(ValueError):
-    """An error that can be referred to weakly."""
+    """An error that supports weak references."""
 
 
 def refuse(item: object) -> None:
     raise Refused(item)
 
 
-def is_let_go(call: Callable[[], object]) -> bool:
-    """Return whether a caught error and the files of its traceback are freed."""
+def is_freed(call: Callable[[], object]) -> bool:
+    """Return whether the error of a call and its traceback are freed without garbage collection."""
     gc.disable()
     try:
         try:
             call()
         except Refused as error:
-            held = weakref.ref(error)
-        return held() is None
+            reference = weakref.ref(error)
+        return reference() is None
     finally:
         gc.enable()
 
 
 @pytest.mark.parametrize("is_small", [False, True])
 @pytest.mark.parametrize("jobs", [1, 2])
-def test_an_error_of_work_is_let_go_with_the_work(jobs: int, is_small: bool) -> None:
+def test_an_error_of_a_worker_is_freed(jobs: int, is_small: bool) -> None:
     with Workers(jobs) as workers:
-        assert is_let_go(lambda: list(workers.map(refuse, range(9), lambda item: is_small)))
+        assert is_freed(lambda: list(workers.map(refuse, range(9), lambda item: is_small)))
 
 
-def test_an_error_of_an_uninterrupted_call_is_let_go() -> None:
-    assert is_let_go(lambda: uninterrupted(refuse))
+def test_an_error_of_an_uninterrupted_call_is_freed() -> None:
+    assert is_freed(lambda: uninterrupted(refuse))
 
 
 def test_results_that_are_closed_after_their_workers_do_not_wait() -> None:
-    """As where Ctrl-C ends a command, and only its traceback still holds the results."""
+    """After Ctrl-C the results may be referenced only by the traceback, and outlive their workers."""
 
     def work(item: int) -> int:
-        time.sleep(0.2 if item else 0)  # so that the last is not begun when the first has ended
+        time.sleep(0.2 if item else 0)  # the last item is still queued when the first has ended
         return item
 
     with Workers(2) as workers:
@@ -83,7 +83,7 @@ def test_results_that_are_closed_after_their_workers_do_not_wait() -> None:
 
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="needs signals to threads")
 @pytest.mark.parametrize("n_signals", [1, 2])
-def test_a_call_that_is_interrupted_ends_and_knows_of_it(n_signals: int) -> None:
+def test_an_interrupted_call_runs_to_its_end_and_sees_the_interrupt(n_signals: int) -> None:
     ended, main = [], threading.get_ident()
 
     def call(interrupts: Sequence[BaseException]) -> None:
@@ -100,7 +100,7 @@ def test_a_call_that_is_interrupted_ends_and_knows_of_it(n_signals: int) -> None
     assert ended != [main]
 
 
-def test_a_call_is_made_here_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_uninterrupted_call_runs_here_if_no_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 

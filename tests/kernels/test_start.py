@@ -1,4 +1,4 @@
-"""The start of a process: little work needs no compiled kernels, and these need no folder of their own."""
+"""Start-up: small work runs without compiled kernels, and kernels are cached in any writable folder."""
 
 import os
 import pickle
@@ -24,16 +24,16 @@ from ckptz.verbs.warm_up import warm_up
 from tests.support.cli_support import ckptz
 
 ROOT = Path(__file__).parents[2]
-AT_ONCE = "from ckptz.kernels import cache; cache.PATIENCE = 0; "  # say what is compiled, however little
+NOTICE_AT_ONCE = "from ckptz.kernels import cache; cache.PATIENCE = 0; "  # print the notice at once
 ONE_KERNEL = (
-    f"{AT_ONCE}import numpy as np; from ckptz.kernels import compiled; "
+    f"{NOTICE_AT_ONCE}import numpy as np; from ckptz.kernels import compiled; "
     "compiled().histogram(np.zeros(4, np.uint8))"
 )
 
 
 @pytest.fixture
 def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if this process had just begun."""
+    """Reset the time spent in numpy kernels, as in a new process."""
     monkeypatch.setattr(plain, "_spent", [0.0])
 
 
@@ -47,8 +47,8 @@ def test_little_work_is_done_without_compiled_kernels(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.usefixtures("nothing_compiled")
-@pytest.mark.parametrize("call", ["long stream", "kernel without a twin"])
-def test_what_is_long_or_has_no_twin_is_compiled(call: str) -> None:
+@pytest.mark.parametrize("call", ["long stream", "kernel without a numpy twin"])
+def test_long_streams_and_kernels_without_a_numpy_twin_are_compiled(call: str) -> None:
     n = plain.MOST_SYMBOLS + 1
     if call == "long stream":
         plain.rans_encode(*one_stream(n, 32))
@@ -58,7 +58,7 @@ def test_what_is_long_or_has_no_twin_is_compiled(call: str) -> None:
 
 
 WITHOUT_UNIX = """
-import os, random, shutil, signal, subprocess, sys, tempfile, threading  # which know Windows themselves
+import os, random, shutil, signal, subprocess, sys, tempfile, threading  # first: they support Windows
 for name in ("resource", "fcntl", "pwd", "grp", "termios"):
     sys.modules[name] = None
 for module, names in (
@@ -77,8 +77,8 @@ ckptz_cli.main.main(["restore", sys.argv[1], "-o", sys.argv[2]])
 """
 
 
-def test_files_load_where_the_system_has_nothing_of_unix(tmp_path: Path) -> None:
-    """As on Windows."""
+def test_files_are_restored_without_unix_functions(tmp_path: Path) -> None:
+    """Remove the modules and functions that Windows lacks."""
     save_file({"w": np.arange(9)}, tmp_path / "w.safetensors")
     ckptz("compress", tmp_path / "w.safetensors")
     out = tmp_path / "out.safetensors"
@@ -98,8 +98,8 @@ def one_stream(n: int, n_lanes: int) -> tuple[np.ndarray[tuple[int, ...], Any], 
 
 
 @pytest.fixture
-def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Let neither the package nor the home be writable, and begin anew with another temporary folder."""
+def unwritable_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Make the usual cache folders unwritable, and use `tmp_path` for temporary files."""
     (tmp_path / "a file").touch()
     monkeypatch.setattr(cache, "_usual", lambda: [tmp_path / "a file" / "kernels"])
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -108,22 +108,22 @@ def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     cache.writable_folder.cache_clear()
 
 
-@pytest.mark.usefixtures("nowhere")
-def test_kernels_are_kept_among_temporary_files(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("unwritable_cache")
+def test_kernels_are_cached_in_a_private_temporary_folder(tmp_path: Path) -> None:
     folder = tmp_path / f"ckptz-kernels-{os.getuid()}"
     assert cache.writable_folder() == folder
     assert folder.stat().st_mode & 0o777 == 0o700
     assert str(folder) in cache.note()
 
 
-@pytest.mark.usefixtures("nowhere")
-@pytest.mark.parametrize("how", ["open to others", "a link", "a file"])
-def test_a_folder_that_others_may_fill_is_not_used(how: str, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("unwritable_cache")
+@pytest.mark.parametrize("kind", ["open to others", "a link", "a file"])
+def test_a_folder_that_others_may_fill_is_not_used(kind: str, tmp_path: Path) -> None:
     folder = tmp_path / f"ckptz-kernels-{os.getuid()}"
-    if how == "open to others":
+    if kind == "open to others":
         folder.mkdir()
         folder.chmod(0o777)
-    elif how == "a link":
+    elif kind == "a link":
         (tmp_path / "elsewhere").mkdir()
         folder.symlink_to(tmp_path / "elsewhere")
     else:
@@ -132,103 +132,101 @@ def test_a_folder_that_others_may_fill_is_not_used(how: str, tmp_path: Path) -> 
     assert "NUMBA_CACHE_DIR" in cache.note()
 
 
-def copied(package: Path) -> dict[str, str]:
-    """Copy the package as if it were made anew; gives the environment of processes that use the copy."""
+def copy_package(package: Path) -> dict[str, str]:
+    """Copy the package with fixed file times; return the environment of processes that use the copy."""
     shutil.copytree(ROOT / "ckptz", package, ignore=shutil.ignore_patterns("__pycache__"))
     for path in package.rglob("*.py"):
         os.utime(path, (1, 1))
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "NUMBA_", "XDG_"))}
-    return kept | {"PYTHONPATH": str(package.parent), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "NUMBA_", "XDG_"))}
+    return environment | {"PYTHONPATH": str(package.parent), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-def said(environment: dict[str, str], code: str = ONE_KERNEL) -> str:
-    """What a process says that uses a kernel."""
-    words = [sys.executable, "-c", code]
-    done = subprocess.run(words, env=environment, cwd="/", capture_output=True, text=True, check=False)
-    assert not done.returncode, done.stderr
-    return done.stderr
+def stderr_of(environment: dict[str, str], code: str = ONE_KERNEL) -> str:
+    """Run code that uses a kernel in a new process; return its standard error."""
+    command = [sys.executable, "-c", code]
+    process = subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, check=False)
+    assert not process.returncode, process.stderr
+    return process.stderr
 
 
 @pytest.mark.apps
 @pytest.mark.parametrize("where", ["beside the package", "NUMBA_CACHE_DIR"])
-def test_a_copy_of_the_package_finds_the_kernels_of_the_first_and_a_changed_one_does_not(
-    where: str, tmp_path: Path
-) -> None:
-    first, again = copied(tmp_path / "first" / "ckptz"), copied(tmp_path / "again" / "ckptz")
+def test_a_copy_of_the_package_uses_cached_kernels_until_it_changes(where: str, tmp_path: Path) -> None:
+    first, again = copy_package(tmp_path / "first" / "ckptz"), copy_package(tmp_path / "again" / "ckptz")
     if where == "NUMBA_CACHE_DIR":
         first["NUMBA_CACHE_DIR"] = again["NUMBA_CACHE_DIR"] = str(tmp_path / "kernels")
-    assert NOTICE in said(first)
+    assert NOTICE in stderr_of(first)
     if where == "beside the package":
         kernels = Path("ckptz", "kernels", "__pycache__")
         shutil.copytree(tmp_path / "first" / kernels, tmp_path / "again" / kernels)
-    assert not said(again)
+    assert not stderr_of(again)
     with (tmp_path / "again" / "ckptz" / "kernels" / "floats.py").open("a") as changed:
         changed.write("# more\n")
-    assert NOTICE in said(again)  # whatever file it is: kernels contain those of other files
+    assert NOTICE in stderr_of(again)  # any file of the folder: kernels may inline it
 
 
 @pytest.mark.apps
 def test_kernels_of_a_folder_that_cannot_be_written_are_used(tmp_path: Path) -> None:
-    environment = copied(tmp_path / "ckptz") | {"NUMBA_CACHE_DIR": str(tmp_path / "image")}
-    assert NOTICE in said(environment)
+    environment = copy_package(tmp_path / "ckptz") | {"NUMBA_CACHE_DIR": str(tmp_path / "image")}
+    assert NOTICE in stderr_of(environment)
     only_read = "from ckptz.kernels import cache; cache._is_writable = lambda folder: False; "
-    assert not said(environment | {"TMPDIR": str(tmp_path)}, only_read + ONE_KERNEL)
+    assert not stderr_of(environment | {"TMPDIR": str(tmp_path)}, only_read + ONE_KERNEL)
 
 
 @pytest.mark.apps
-def test_a_full_disk_keeps_no_kernel_and_stops_nothing(tmp_path: Path) -> None:
-    environment = copied(tmp_path / "ckptz") | {"NUMBA_CACHE_DIR": str(tmp_path / "kernels")}
+def test_a_full_disk_caches_no_kernel_and_causes_no_error(tmp_path: Path) -> None:
+    environment = copy_package(tmp_path / "ckptz") | {"NUMBA_CACHE_DIR": str(tmp_path / "kernels")}
     full = (
         "import errno; from ckptz.kernels import cache\n"
         "def full(self, key, data): raise OSError(errno.ENOSPC, 'no space')\n"
         "cache.caching.IndexDataCacheFile.save = full\n"
     )
-    assert NOTICE in said(environment, full + ONE_KERNEL)
+    assert NOTICE in stderr_of(environment, full + ONE_KERNEL)
     assert list(Path(tmp_path, "kernels").rglob("*.nbc")) == []
-    assert not said(environment)  # it compiles again, and is not told twice
+    assert not stderr_of(environment)  # compiles again; the notice is printed once per folder
     assert list(Path(tmp_path, "kernels").rglob("*.nbc"))
 
 
 @pytest.mark.apps
-def test_two_seconds_of_compilation_are_not_said(tmp_path: Path) -> None:
-    environment = copied(tmp_path / "ckptz") | {"NUMBA_CACHE_DIR": str(tmp_path / "kernels")}
-    assert not said(environment, ONE_KERNEL.removeprefix(AT_ONCE))
-    late = AT_ONCE.replace("= 0", "= 2") + "from ckptz.kernels import clock; clock.exclude(2); "
-    other = ONE_KERNEL.removeprefix(AT_ONCE).replace(
+def test_the_notice_is_printed_only_after_seconds_of_compiling(tmp_path: Path) -> None:
+    environment = copy_package(tmp_path / "ckptz") | {"NUMBA_CACHE_DIR": str(tmp_path / "kernels")}
+    assert not stderr_of(environment, ONE_KERNEL.removeprefix(NOTICE_AT_ONCE))
+    late = NOTICE_AT_ONCE.replace("= 0", "= 2") + "from ckptz.kernels import clock; clock.exclude(2); "
+    other = ONE_KERNEL.removeprefix(NOTICE_AT_ONCE).replace(
         "histogram(np.zeros(4, np.uint8))", "magnitudes(np.zeros(4, np.uint16))"
     )
-    assert NOTICE in said(environment, late + other)
+    assert NOTICE in stderr_of(environment, late + other)
 
 
 @pytest.mark.apps
-def test_the_clock_of_speeds_stands_still_while_kernels_are_compiled(tmp_path: Path) -> None:
-    environment = copied(tmp_path / "ckptz") | {"NUMBA_CACHE_DIR": str(tmp_path / "kernels")}
+def test_reported_speeds_exclude_the_time_of_compiling(tmp_path: Path) -> None:
+    environment = copy_package(tmp_path / "ckptz") | {"NUMBA_CACHE_DIR": str(tmp_path / "kernels")}
     code = (
-        f"{AT_ONCE}import time; from ckptz.kernels.clock import working_seconds; "
+        f"{NOTICE_AT_ONCE}import time; from ckptz.kernels.clock import working_seconds; "
         "import ckptz.kernels.codec_cpu as k, numpy as np; from ckptz.kernels import compiled; compiled(); "
         "real, worked = time.perf_counter(), working_seconds(); k.histogram(np.zeros(4, np.uint8)); "
         "assert working_seconds() - worked < (time.perf_counter() - real) / 2"
     )
-    assert NOTICE in said(environment, code)
+    assert NOTICE in stderr_of(environment, code)
 
 
-def unwritable(folder: Path) -> dict[str, str]:
-    """Copy the package, such that not even root can write kernels beside it; gives the environment."""
-    environment = copied(folder / "ckptz")
+def copy_unwritable(folder: Path) -> dict[str, str]:
+    """Copy the package to where not even root can write kernels beside it; return the environment."""
+    environment = copy_package(folder / "ckptz")
     (folder / "ckptz" / "kernels" / "__pycache__").touch()
     (folder / "tmp").mkdir()
     return environment | {"HOME": "/dev/null", "TMPDIR": str(folder / "tmp")}
 
 
 @pytest.mark.apps
-def test_a_machine_without_a_writable_home_or_package_works_and_says_where_kernels_are(
+def test_without_a_writable_home_or_package_the_notice_names_the_folder(
     tmp_path: Path,
 ) -> None:
-    environment = unwritable(tmp_path)
-    first, second = said(environment), said(environment)
+    environment = copy_unwritable(tmp_path)
+    first, second = stderr_of(environment), stderr_of(environment)
     assert first.count("\n") == 1
     assert str(tmp_path / "tmp") in first
-    assert not second  # it finds what the first process compiled
+    assert not second  # uses the kernels of the first process
 
 
 def test_a_warm_up_uses_kernels_of_every_method_and_names_their_folder() -> None:
@@ -256,18 +254,18 @@ def test_nothing_is_compiled_after_a_warm_up(tmp_path: Path) -> None:
         ("restore", str(tmp_path / "kmeans" / "step-1.ckptz"), "--force"),
     ):
         line = [sys.executable, "-m", "ckptz", *words]
-        done = subprocess.run(line, env=environment, capture_output=True, text=True, check=True)
-        lines += "" if words == ("warm-up",) else done.stderr
+        process = subprocess.run(line, env=environment, capture_output=True, text=True, check=True)
+        lines += "" if words == ("warm-up",) else process.stderr
     assert NOTICE not in lines
 
 
 @pytest.mark.apps
 def test_a_processor_without_shuffles_codes_the_same_rans_streams(tmp_path: Path) -> None:
     test = [str(ROOT / "tests" / "kernels" / "test_kernels.py"), "-k", "rans_streams and kept"]
-    plainest = {"NUMBA_CPU_NAME": "generic", "NUMBA_CACHE_DIR": str(tmp_path)}
+    environment = {"NUMBA_CPU_NAME": "generic", "NUMBA_CACHE_DIR": str(tmp_path)}
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", *test],
-        env=os.environ | plainest,
+        env=os.environ | environment,
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -277,20 +275,20 @@ def test_a_processor_without_shuffles_codes_the_same_rans_streams(tmp_path: Path
 
 
 DAMAGES: dict[str, Callable[[bytes], bytes] | None] = {
-    "empty": lambda whole: b"",
-    "truncated": lambda whole: whole[: len(whole) // 2],
-    "zeros": lambda whole: bytes(len(whole)),
-    "garbage": lambda whole: bytes(range(256)),
-    "wrong type": lambda whole: pickle.dumps(7),
-    # Most flips in machine code, or in the index, unpickle well.
-    **{f"bit {seed}": lambda whole, seed=seed: flipped(whole, seed) for seed in range(5)},
+    "empty": lambda data: b"",
+    "truncated": lambda data: data[: len(data) // 2],
+    "zeros": lambda data: bytes(len(data)),
+    "garbage": lambda data: bytes(range(256)),
+    "wrong type": lambda data: pickle.dumps(7),
+    # pickle does not detect most flipped bits of machine code and of the index
+    **{f"bit {seed}": lambda data, seed=seed: flipped(data, seed) for seed in range(5)},
     "unreadable": None,
 }
 
 
-def flipped(whole: bytes, seed: int) -> bytes:
-    at = int(np.random.default_rng(seed).integers(0, len(whole)))
-    return whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]
+def flipped(data: bytes, seed: int) -> bytes:
+    at = int(np.random.default_rng(seed).integers(0, len(data)))
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
@@ -300,43 +298,41 @@ def test_a_damaged_cache_file_is_compiled_again_and_replaced(
 ) -> None:
     with kernels_in(tmp_path, monkeypatch):
         values = np.arange(3)
-        assert one_more().py_func(values[0]) == one_more()(values[0]) == 1
+        assert new_kernel().py_func(values[0]) == new_kernel()(values[0]) == 1
         (file,) = tmp_path.rglob(f"*.{suffix}")
         if damage is None:
             file.unlink()
             file.mkdir()
         else:
             file.write_bytes(damage(file.read_bytes()))
-        for n_hits in (0, damage is not None):  # it was written anew
-            again = one_more()
+        for n_hits in (0, damage is not None):  # the file has been replaced
+            again = new_kernel()
             assert again(values[0]) == 1
             assert sum(again.stats.cache_hits.values()) == n_hits
 
 
-@pytest.mark.parametrize("what", ["index", "kernel", "folder", "folder and index"])
-def test_cache_files_that_may_not_be_read_or_written_stop_nothing(
-    monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
+@pytest.mark.parametrize("unreadable", ["index", "kernel", "folder", "folder and index"])
+def test_inaccessible_cache_files_cause_no_error(monkeypatch: pytest.MonkeyPatch, unreadable: str) -> None:
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o755)
         folder = Path(name, "kernels")
         folder.mkdir()
         with kernels_in(folder, monkeypatch):
-            assert one_more()(0) == 1
+            assert new_kernel()(0) == 1
             for path in folder.iterdir():
-                shut = {".nbi": "index" in what, ".nbc": what == "kernel"}
-                path.chmod(0 if shut[path.suffix] else 0o644)
-            folder.chmod(0o555 if "folder" in what else 0o777)
+                is_shut = {".nbi": "index" in unreadable, ".nbc": unreadable == "kernel"}
+                path.chmod(0 if is_shut[path.suffix] else 0o644)
+            folder.chmod(0o555 if "folder" in unreadable else 0o777)
             is_root = os.geteuid() == 0
             if is_root:
                 os.seteuid(65534)
             try:
-                again = one_more()
+                again = new_kernel()
                 assert again(0) == 1
-                assert bool(sum(again.stats.cache_hits.values())) == (what == "folder")
-                last = one_more()
+                assert bool(sum(again.stats.cache_hits.values())) == (unreadable == "folder")
+                last = new_kernel()
                 assert last(0) == 1
-                assert bool(sum(last.stats.cache_hits.values())) == (what != "folder and index")
+                assert bool(sum(last.stats.cache_hits.values())) == (unreadable != "folder and index")
             finally:
                 if is_root:
                     os.seteuid(0)
@@ -345,7 +341,7 @@ def test_cache_files_that_may_not_be_read_or_written_stop_nothing(
 
 @contextmanager
 def kernels_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Keep kernels in this folder alone."""
+    """Cache kernels in this folder only."""
     with monkeypatch.context() as patched:
         patched.setattr(cache, "_usual", lambda: [folder])
         cache.writable_folder.cache_clear()
@@ -353,8 +349,8 @@ def kernels_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     cache.writable_folder.cache_clear()
 
 
-def one_more() -> Any:
-    """Return a kernel as a new process has it, with nothing loaded."""
+def new_kernel() -> Any:
+    """Return a kernel with an empty in-memory cache, as in a new process."""
 
     def plus_one(x: int) -> int:
         return x + 1

@@ -1,4 +1,4 @@
-"""LoCo hooks over gloo: replicas stay equal, losses near those of exact gradients, and bytes as announced."""
+"""LoCo hooks for DDP over gloo: equal replicas, losses near exact gradients, bytes sent, and resuming."""
 
 import json
 import subprocess
@@ -26,7 +26,7 @@ def error_after(policy: LinkPolicy, n: int) -> Any:
     return floats(pair[0].state_dict()["wire/0-1/forward/0/0/tx/state"])
 
 
-def test_the_error_is_averaged_with_the_old_one_and_forgotten_in_time() -> None:
+def test_the_error_is_a_moving_average_and_is_reset() -> None:
     policy = LinkPolicy(forward=Uniform(4), feedback=("ef", None), ef_decay=0.25, ef_reset=3)
     first, second = error_after(policy, 1), error_after(policy, 2)
     x = rng(1).standard_normal(N).astype(np.float32) + first
@@ -39,7 +39,7 @@ def test_the_error_is_averaged_with_the_old_one_and_forgotten_in_time() -> None:
     assert error_after(policy, 4).any()
 
 
-def test_a_policy_without_an_average_has_the_text_that_it_had() -> None:
+def test_the_json_of_a_policy_has_averaging_only_if_it_is_used() -> None:
     assert "ef_" not in LinkPolicy(feedback="ef").to_json()
     policy = LinkPolicy(feedback="ef", ef_decay=0.5, ef_reset=7)
     assert LinkPolicy.from_json(policy.to_json()) == policy
@@ -54,11 +54,11 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     tails = [[str(rank), str(n_ranks), str(folder / "store"), str(folder)] for rank in range(n_ranks)]
     ranks = [subprocess.Popen([*command, *t], stderr=subprocess.PIPE, text=True, cwd=ROOT) for t in tails]
     try:
-        done = [(rank.communicate(timeout=150)[1], rank.returncode) for rank in ranks]
+        outcomes = [(rank.communicate(timeout=150)[1], rank.returncode) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-    assert all(code == 0 for _, code in done), done
+    assert all(code == 0 for _, code in outcomes), outcomes
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(n_ranks)]
 
 
@@ -76,7 +76,9 @@ def test_bytes_are_seven_times_fewer_than_those_of_a_ring(trained: list[dict[str
     share = (len(trained) - 1) / len(trained)
     for rank in trained:
         assert rank["loco"]["bytes"] < 2 * share * 4 * N_WEIGHTS * (N_STEPS - 2) / 7
-        assert rank["tiles"]["bytes"] == pytest.approx(rank["loco"]["bytes"], rel=0.02)  # rows of one tile
+        assert rank["tiles"]["bytes"] == pytest.approx(
+            rank["loco"]["bytes"], rel=0.02
+        )  # each row is one tile
         assert rank["loco"]["raw bytes"] > 2 * share * 4 * N_WEIGHTS * 2
         assert rank["sharded"]["bytes"] < share * 4 * N_WEIGHTS * N_STEPS / 7
 

@@ -1,6 +1,6 @@
-"""Mutants of messages under right checksums, as from a peer that is wrong, and of the states of links.
+"""Mutants of messages with valid checksums, as from a faulty peer, and of link states.
 
-Each is refused, or both kernels and the second receiver get the same values; `test_bounds.py` runs more.
+Each is refused, or both kernels and the second receiver decode the same values; `test_bounds.py` runs more.
 """
 
 import itertools
@@ -13,7 +13,7 @@ from tests.support.wire_mutants import outcomes
 
 
 @pytest.mark.parametrize("n", [500, pytest.param(50_000, marks=pytest.mark.slow)])
-def test_mutants_are_refused_or_received_alike(n: int) -> None:
+def test_mutants_are_refused_or_decode_the_same(n: int) -> None:
     counts: Counter[tuple[str, str]] = Counter()
     for kind, outcome, about in itertools.islice(outcomes(3, outcome_of), n):
         assert outcome in GOOD, about

@@ -1,4 +1,4 @@
-"""An interrupt at any point of a message: the retry gives what an undisturbed link gives, or is refused."""
+"""An interrupt at any point of a message: a retry gives the results of an undisturbed link, or is refused."""
 
 import contextlib
 from dataclasses import replace
@@ -33,11 +33,11 @@ POLICIES = {
     "reuse": REUSE,
     "reuse and ef21": replace(REUSE, feedback=("ef21", None)),
 }
-INTERRUPTED = 1  # the step; feedback has state by then
+INTERRUPTED = 1  # the interrupted step: feedback has state after step 0
 
 
 class Exchange:
-    """Two ends, or one that simulates both; one call of one direction is interrupted, and made again."""
+    """Two ends, or one that simulates both, of which one call is interrupted and retried."""
 
     def __init__(self, policy: LinkPolicy, call: str, direction: Direction, position: int) -> None:
         self._ends = Link(0, 1, policy), Link(0, 1, policy)
@@ -46,30 +46,30 @@ class Exchange:
         self.is_interrupted = False
 
     def run(self) -> list[Any]:
-        """Return all that arrived, and what both ends hold and have counted afterwards."""
+        """Return all received bytes, and the final state and byte counters of both ends."""
         out: list[Any] = []
         for step, values in enumerate(DATA):
-            place = MessageKey(step, sample_ids=self._ids)
+            key = MessageKey(step, sample_ids=self._ids)
             for direction, data in ((FORWARD, values), (BACKWARD, values[::-1].copy())):
-                out.append(self._across(direction, data, place).tobytes())
+                out.append(self._across(direction, data, key).tobytes())
         for end in self._ends:
             out += [{name: array.tobytes() for name, array in end.state_dict().items()}]
             out += [end.sent_bytes, end.raw_bytes]
         return out
 
-    def _across(self, direction: Direction, data: Any, place: MessageKey) -> Any:
+    def _across(self, direction: Direction, data: Any, key: MessageKey) -> Any:
         src, dst = self._ends if direction is FORWARD else self._ends[::-1]
-        where = direction, data, F32, SHAPE, place
+        arguments = direction, data, F32, SHAPE, key
         if self._call == "simulate":
-            return self._retried("simulate", direction, place, lambda: self._ends[0].simulate(*where))
-        sent = self._retried("send", direction, place, lambda: src.send(*where))
-        where = direction, sent.message, F32, SHAPE, place
-        received = self._retried("receive", direction, place, lambda: dst.receive(*where))
+            return self._retried("simulate", direction, key, lambda: self._ends[0].simulate(*arguments))
+        sent = self._retried("send", direction, key, lambda: src.send(*arguments))
+        arguments = direction, sent.message, F32, SHAPE, key
+        received = self._retried("receive", direction, key, lambda: dst.receive(*arguments))
         assert np.array_equal(received, sent.decode())
         return received
 
-    def _retried(self, call: str, direction: Direction, place: MessageKey, run: Any) -> Any:
-        if (call, direction, place.step) != (self._call, self._direction, INTERRUPTED):
+    def _retried(self, call: str, direction: Direction, key: MessageKey, run: Any) -> Any:
+        if (call, direction, key.step) != (self._call, self._direction, INTERRUPTED):
             return run()
         out: list[Any] = []
         self.is_interrupted = interrupted_at(self._position, lambda: out.append(run()), FILES)
@@ -80,7 +80,7 @@ class Exchange:
 @pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize("call", ["send", "receive", "simulate"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_retry_gives_the_undisturbed_values_and_counts_or_is_refused(
+def test_a_retry_gives_the_results_of_an_undisturbed_link_or_is_refused(
     policy: str, call: str, direction: Direction, stride: int
 ) -> None:
     expected = Exchange(POLICIES[policy], call, direction, 0).run()
@@ -97,7 +97,7 @@ def test_a_retry_gives_the_undisturbed_values_and_counts_or_is_refused(
 
 
 @pytest.mark.parametrize("stride", [173, pytest.param(7, marks=pytest.mark.slow)])
-def test_a_retry_of_a_layer_has_the_place_of_the_call_that_was_interrupted(stride: int) -> None:
+def test_a_retry_of_a_layer_reuses_the_key_of_the_interrupted_call(stride: int) -> None:
     policy = LinkPolicy(forward=TOP, backward=TOP, feedback="ef21", rounding="stochastic")
     data = [torch.from_numpy(one.view(np.float32)).reshape(SHAPE) for one in DATA]
 
@@ -116,19 +116,19 @@ def test_a_retry_of_a_layer_has_the_place_of_the_call_that_was_interrupted(strid
     expected, position, n_interrupted, n_wrong = run(0)[0], 1, 0, 0
     while True:
         try:
-            found, is_interrupted, is_counted = run(position)
+            results, is_interrupted, is_counted = run(position)
         except WireError:
-            found, is_interrupted, is_counted = expected, True, False
-        # Behind the counter Python handles no signal before the caller goes on.
+            results, is_interrupted, is_counted = expected, True, False
+        # After the call has been counted, Python handles a signal only in its caller.
         if not is_interrupted or is_counted:
             break
-        n_wrong += found != expected
+        n_wrong += results != expected
         n_interrupted, position = n_interrupted + 1, position + stride
     assert n_interrupted > 5
     assert n_wrong == 0
 
 
-def test_a_graph_that_is_retained_goes_back_through_a_layer_twice() -> None:
+def test_a_retained_graph_is_differentiated_twice() -> None:
     link = simulate(LinkPolicy(forward=Uniform(8), backward=TopK(0.1)))
     x = torch.randn(8, 1024, requires_grad=True)
     y = link(x).sum()
@@ -138,7 +138,7 @@ def test_a_graph_that_is_retained_goes_back_through_a_layer_twice() -> None:
     assert torch.equal(x.grad, first + first)
 
 
-def test_verdicts_that_an_interrupt_has_kept_from_being_read_are_read_later(
+def test_an_interrupted_check_can_be_repeated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tx, rx = (TensorLink(0, 1, "safe", use_torch=True, fixed=True, verify="step").link for _ in range(2))

@@ -1,4 +1,4 @@
-"""The kernels of the wire: reference, numba and torch return the same bits, also without subnormals."""
+"""Wire kernels: reference, numba and torch return the same bits, also with subnormals flushed to zero."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("flush_mode")
 
 
 def tensors() -> dict[str, Any]:
-    """Values that a link may meet, as float32."""
+    """Return float32 tensors of all kinds that a link may get."""
     wild = rng(1).standard_normal(1000) * 10.0 ** rng(2).uniform(-40, 38, 1000)
     broken = rng(3).standard_normal(700).astype(np.float32)
     broken[[5, 300]] = np.inf, np.nan
@@ -42,12 +42,12 @@ def test_quantizers_agree(name: str, block: int, seed: int | None) -> None:
     block = min(block, len(patterns))
     for bits in BITS:
         expected = ref.quantize(patterns, block, bits, seed)
-        pairs = [wire_cpu.quantize(patterns, block, bits, seed)]
+        results = [wire_cpu.quantize(patterns, block, bits, seed)]
         for device in devices():
-            found = wire_torch.quantize(to_torch(patterns, device), block, bits, seed)
-            pairs.append(tuple(from_torch(f, e.dtype) for f, e in zip(found, expected, strict=True)))
-        for found in pairs:
-            assert all(np.array_equal(e, f) for e, f in zip(expected, found, strict=True))
+            on_device = wire_torch.quantize(to_torch(patterns, device), block, bits, seed)
+            results.append(tuple(from_torch(t, e.dtype) for t, e in zip(on_device, expected, strict=True)))
+        for result in results:
+            assert all(map(np.array_equal, expected, result))
         for largest in ref.LARGEST_F32:
             values = ref.dequantize(*expected, block, largest)
             assert np.array_equal(values, wire_cpu.dequantize(*expected, block, largest))
@@ -61,29 +61,29 @@ def test_sums_with_a_nan_are_that_nan() -> None:
     nan = [0x7FC00001, 0xFFE00002, 0xFFC00004, 0x7FC00003]
     for device in devices():
         x, y = to_torch(a, device), to_torch(b, device)
-        for found, last in (
+        for result, finite in (
             (wire_torch.add(x, y), [0x40400000, 0x7F800000]),
             (wire_torch.subtract(x, y), [0xBF800000, 0x7F800000]),
         ):
-            assert from_torch(found, np.uint32).tolist() == nan + last
+            assert from_torch(result, np.uint32).tolist() == nan + finite
         scaled = from_torch(wire_torch.scale(x, 0.5), np.uint32).tolist()
         assert scaled == [*nan[:2], 0x3F000000, nan[3], 0x3F000000, 0x7F800000]
 
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("name", ["normal", "wide", "equal", "huge", "one"])
-def test_no_value_moves_by_more_than_half_a_step(name: str, bits: int) -> None:
+def test_the_error_is_at_most_half_a_step(name: str, bits: int) -> None:
     values = tensors()[name]
     offsets, scales, codes = wire_cpu.quantize(values.view(np.uint32), 256, bits, None)
     decoded = wire_cpu.dequantize(offsets, scales, codes, 256, ref.LARGEST_F32[0]).view(np.float32)
     step = (scales.astype(np.uint32) << 16).view(np.float32).astype(float)[np.arange(len(values)) // 256]
-    beyond_bf16 = np.abs(values) > 3.38e38  # the range of bf16 scales ends a little before that of F32
+    beyond_bf16 = np.abs(values) > 3.38e38  # beyond the range of bf16 scales
     error = np.abs(values.astype(float) - decoded)
     assert (error <= 0.501 * step + 2.0**-110 + beyond_bf16 * 2e36).all()
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_levels_are_those_of_the_quantization_map_on_disk(bits: int) -> None:
+def test_levels_are_those_of_a_linear_map_of_a_file(bits: int) -> None:
     values = rng(5).standard_normal(2048).astype(np.float32) * 1e-3
     offsets, scales, codes = wire_cpu.quantize(values.view(np.uint32), 256, bits, None)
     widened = [(u.astype(np.uint32) << 16).view(np.float32).astype(np.float64) for u in (scales, offsets)]
@@ -108,13 +108,13 @@ def test_tiles_agree(name: str, tile: int, seed: int | None) -> None:
         planes = k.pack_rows(codes, wide, row, 33)
         values = k.tile_values(peaks, wide, k.unpack_rows(planes, wide, row), tile)
         results.append([rotated, peaks, codes, planes, values, k.rotate(values, tile, True)])
-    for other in results[1:]:
-        for expected, found in zip(results[0], other, strict=True):
-            back = found if isinstance(found, np.ndarray) else from_torch(found, expected.dtype)
-            assert np.array_equal(expected, back)
+    for result in results[1:]:
+        for expected, array in zip(results[0], result, strict=True):
+            host = array if isinstance(array, np.ndarray) else from_torch(array, expected.dtype)
+            assert np.array_equal(expected, host)
 
 
-def test_a_rotation_keeps_the_norm_and_comes_back() -> None:
+def test_a_rotation_keeps_the_norm_and_is_invertible() -> None:
     values = rng().standard_normal(1024).astype(np.float32)
     for tile in (16, 64, 256):
         rotated = wire_cpu.rotate(values.view(np.uint32), tile, False)
@@ -139,12 +139,12 @@ def test_top_k_agrees_and_is_exact(name: str) -> None:
                 (wire_cpu, np.asarray, np.asarray),
                 (wire_torch, to_torch, lambda t: from_torch(t, np.uint32)),
             ):
-                found = kernels.take(convert(patterns), convert(mask), k * n_samples)
-                assert np.array_equal(back(found), kept)
+                values = kernels.take(convert(patterns), convert(mask), k * n_samples)
+                assert np.array_equal(back(values), kept)
                 assert np.array_equal(back(kernels.put(convert(kept), convert(mask))), ref.put(kept, mask))
 
 
-def test_checksums_agree_and_see_every_change() -> None:
+def test_checksums_agree_and_detect_changes() -> None:
     words = rng(6).integers(0, 256, 4096).astype(np.uint8)
     expected = ref.checksum(words)
     assert expected == wire_cpu.checksum(words)
@@ -157,7 +157,7 @@ def test_checksums_agree_and_see_every_change() -> None:
     assert len({expected, *map(ref.checksum, (swapped, flipped, longer)), *zeros}) == 7
 
 
-def test_random_numbers_are_uniform_and_belong_to_their_seed() -> None:
+def test_random_numbers_are_uniform_and_depend_on_the_seed() -> None:
     numbers = ref.random_24(7, 1 << 16)
     counts = np.histogram(numbers, 16, (0, 1))[0]
     assert abs(numbers.mean() - 0.5) < 0.01

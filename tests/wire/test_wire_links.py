@@ -1,4 +1,4 @@
-"""Links in one process; policies in checkpoints."""
+"""Simulated links in one process, policies in checkpoints, and compiled layers."""
 
 import warnings
 from pathlib import Path
@@ -27,7 +27,7 @@ from ckptz.wire.header import Direction
 from ckptz.wire.state import MessageKey
 
 
-def test_every_policy_survives_its_metadata() -> None:
+def test_every_policy_has_a_json_form() -> None:
     mixed = LinkPolicy(forward=TopK(0.05, 16), feedback=("ef21", None), rounding="stochastic")
     policies = [*PRESETS.values(), mixed]
     for policy in policies:
@@ -51,7 +51,7 @@ def test_gradients_go_through_the_backward_codec() -> None:
     assert torch.equal(x.grad, twin.simulate(Direction.BACKWARD, weights, MessageKey(0)))
 
 
-def test_index_reuse_is_the_derivative_of_top_k() -> None:
+def test_with_index_reuse_gradients_have_the_positions_of_activations() -> None:
     link = simulate("paper_top10")
     x = torch.randn(4, 2048, requires_grad=True)
     y = link(x)
@@ -59,7 +59,7 @@ def test_index_reuse_is_the_derivative_of_top_k() -> None:
     assert torch.equal(x.grad != 0, y != 0)
 
 
-def test_torch_and_compiled_kernels_train_alike() -> None:
+def test_torch_and_compiled_kernels_train_the_same() -> None:
     results = []
     for use_torch in (False, True):
         torch.manual_seed(0)
@@ -125,7 +125,7 @@ def test_loading_a_topk_model_without_compression_warns_with_the_reason(tmp_path
         Cut(None).load_state_dict(load_file(path))
 
 
-def test_loading_a_file_says_why_its_links_are_needed_unless_they_are_given(tmp_path: Path) -> None:
+def test_loading_a_file_warns_unless_its_policy_is_named(tmp_path: Path) -> None:
     path = tmp_path / "top10.ckptz"
     save_file({"w": torch.ones(4)}, path, policy_metadata("paper_top10"))
     with pytest.warns(PolicyWarning, match="have only seen the largest 10%"):
@@ -135,7 +135,7 @@ def test_loading_a_file_says_why_its_links_are_needed_unless_they_are_given(tmp_
         load_file(path, link_policy="paper_top10")
 
 
-def test_metadata_tells_what_a_model_was_trained_with() -> None:
+def test_metadata_record_the_policy_of_training() -> None:
     metadata = policy_metadata("paper_top10")
     with pytest.warns(PolicyWarning, match="load with the same policy"):
         assert check_policy(metadata) == PRESETS["paper_top10"]
@@ -173,7 +173,7 @@ COMPILED = {
 )
 @pytest.mark.parametrize("policy", COMPILED)
 def test_a_compiled_layer_gives_the_bits_of_an_eager_one(policy: str, backend: str) -> None:
-    """Around the layer are products with 2 alone, which every backend computes exactly."""
+    """The code around the layer only multiplies by 2, which every backend computes exactly."""
     ids = torch.arange(4) if COMPILED[policy].feedback_of(Direction.FORWARD) == "aqsgd" else None
     results = []
     for is_compiled in (False, True):

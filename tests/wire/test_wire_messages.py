@@ -1,4 +1,4 @@
-"""Messages: sizes, errors of values, what is refused, state and its checkpoints."""
+"""Messages of a link: sizes, quantization errors, waiting on devices, refusals, and saved state."""
 
 import dataclasses
 import math
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import bench.studies.paper_b.experimental  # noqa: F401 - EF mixed is sent there
+import bench.studies.paper_b.experimental  # noqa: F401 - registers ef-mixed for senders
 from ckptz.errors import ConfigError, WireError
 from ckptz.format.dtypes import DTYPES, dtype_of
 from ckptz.kernels import wire_cpu, wire_torch
@@ -53,7 +53,7 @@ MILLION = 1 << 20
 F32, ONES, NORMAL = dtype_of("F32"), f32_patterns(np.ones(N)), f32_patterns(rng().standard_normal(N))
 
 
-FEEDBACKS = (None, "ef", "ef21", "aqsgd", "ef-mixed")  # the last one as the study of the paper sends it
+FEEDBACKS = (None, "ef", "ef21", "aqsgd", "ef-mixed")  # the last one is sent only by bench/studies/paper_b
 COMMON = [("F32", None), ("BF16", "ef21"), ("F16", None)]
 RARE = [
     (dtype, kind) for dtype in ("F32", "BF16", "F16") for kind in FEEDBACKS if (dtype, kind) not in COMMON
@@ -76,33 +76,33 @@ def test_every_end_computes_the_same_bytes_and_values(codec: Codec, dtype: str, 
         reuse=isinstance(codec, TopK) and feedback != "ef-mixed" and index % 3 == 0,
         rounding="stochastic" if index % 2 else "nearest",
     )
-    pair, alone = ends(policy), Link(0, 1, policy)
-    others = [(torch_end(policy, d), torch_end(policy, d), d) for d in devices()]
+    pair, simulator = ends(policy), Link(0, 1, policy)
+    torch_pairs = [(torch_end(policy, d), torch_end(policy, d), d) for d in devices()]
     for step in range(4):
-        place = MessageKey(step, 0, 0, np.arange(5) + 5 * (step % 2))
+        key = MessageKey(step, 0, 0, np.arange(5) + 5 * (step % 2))
         for back in (False, True):
             direction = BACKWARD if back else FORWARD
             patterns = f32_patterns(rng(step + 9 * back).standard_normal(N) * 1e-3, dtype)
             if step == 3:
                 patterns[7] = f32_patterns([np.inf], dtype)[0]
-            message, received = across(pair, patterns, place, back=back, dtype=dtype)
-            assert len(message) <= alone.message_cap(direction, dtype_of(dtype), SHAPE, place)
-            simulated = alone.simulate(direction, patterns, dtype_of(dtype), SHAPE, place)
+            message, received = across(pair, patterns, key, back=back, dtype=dtype)
+            assert len(message) <= simulator.message_cap(direction, dtype_of(dtype), SHAPE, key)
+            simulated = simulator.simulate(direction, patterns, dtype_of(dtype), SHAPE, key)
             assert np.array_equal(simulated, received)
             assert np.isfinite(floats(received, dtype)).all() == (step != 3)
-            for src, dst, device in others:
+            for src, dst, device in torch_pairs:
                 src, dst = (dst, src) if back else (src, dst)
-                sent = src.send(direction, to_torch(patterns, device), dtype_of(dtype), SHAPE, place)
+                sent = src.send(direction, to_torch(patterns, device), dtype_of(dtype), SHAPE, key)
                 assert np.array_equal(sent.message.cpu().numpy(), message)
-                got = dst.receive(direction, sent.message, dtype_of(dtype), SHAPE, place)
-                assert np.array_equal(from_torch(got, patterns.dtype), received)
+                received_by_torch = dst.receive(direction, sent.message, dtype_of(dtype), SHAPE, key)
+                assert np.array_equal(from_torch(received_by_torch, patterns.dtype), received)
 
 
 # --- sizes and errors ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("policy", "back", "most"),
+    ("policy", "back", "limit"),
     [
         (LinkPolicy(forward=Uniform(8)), False, 1.02),
         (LinkPolicy(forward=Uniform(4)), False, 0.52),
@@ -111,13 +111,13 @@ def test_every_end_computes_the_same_bytes_and_values(codec: Codec, dtype: str, 
         (PRESETS["paper_top10"], True, 0.11),
     ],
 )
-def test_bytes_per_element_of_a_million_floats(policy: LinkPolicy, back: bool, most: float) -> None:
+def test_bytes_per_element_of_a_million_floats(policy: LinkPolicy, back: bool, limit: float) -> None:
     link, shape = Link(0, 1, policy), (16, MILLION // 16)
     patterns = f32_patterns(rng().standard_normal(MILLION))
     message = link.send(FORWARD, patterns, F32, shape, MessageKey(0)).message
     if back:
         message = link.send(BACKWARD, patterns, F32, shape, MessageKey(0)).message
-    assert len(message) / MILLION <= most
+    assert len(message) / MILLION <= limit
     plan = policy.plan(BACKWARD if back else FORWARD, F32, shape)
     assert len(message) == plan.cap
 
@@ -155,19 +155,19 @@ def test_integers_and_small_tensors_pass_unchanged(dtype: str) -> None:
         assert np.array_equal(patterns, received)
 
 
-def test_fixed_messages_have_the_size_that_was_announced() -> None:
+def test_fixed_messages_have_the_size_of_message_cap() -> None:
     policy = LinkPolicy(forward=TopK(0.01, index="rice"), backward=Uniform(2, rans=True), warmup_steps=1)
     pair = ends(policy, fixed=True)
     for step in range(2):
         for back in (False, True):
-            direction, place = BACKWARD if back else FORWARD, MessageKey(step)
-            due = pair[1].message_cap(direction, F32, SHAPE, place)
-            message, _ = across(pair, f32_patterns(rng().standard_normal(N) ** 5), place, back=back)
-            assert len(message) == due
-    assert due < policy.plan(BACKWARD, F32, SHAPE, raw=True).cap
+            direction, key = BACKWARD if back else FORWARD, MessageKey(step)
+            size = pair[1].message_cap(direction, F32, SHAPE, key)
+            message, _ = across(pair, f32_patterns(rng().standard_normal(N) ** 5), key, back=back)
+            assert len(message) == size
+    assert size < policy.plan(BACKWARD, F32, SHAPE, raw=True).cap
 
 
-def test_what_varies_is_shorter_where_it_may() -> None:
+def test_rans_makes_messages_of_skewed_codes_shorter() -> None:
     patterns = f32_patterns(rng().standard_normal(N) ** 7)
     sizes = [
         len(across(ends(LinkPolicy(forward=c)), patterns, MessageKey(0))[0])
@@ -177,7 +177,7 @@ def test_what_varies_is_shorter_where_it_may() -> None:
 
 
 def error_of(codec: Codec, values: Any) -> float:
-    """Root mean square error by codec, of float32 [rows, columns]."""
+    """Return the root mean square error of a codec for float32 [rows, columns]."""
     plan = plan_of(codec, F32, values.shape)
     assert plan.codec == codec
     decoded = encode_payload(wire_cpu, plan, values.reshape(-1).view(np.uint32)).decoded().view(np.float32)
@@ -210,9 +210,9 @@ def test_tiles_err_less_than_blocks_of_equal_bytes_where_rows_differ() -> None:
     assert error_of(Tiled(3.9375), values) < 0.7 * error_of(Uniform(4), values)
 
 
-# --- what waits on a device ---------------------------------------------------------------------
+# --- ends that never wait for a device ----------------------------------------------------------
 
-WAITING = [
+ASYNC_POLICIES = [
     LinkPolicy(forward=RAW, backward=RAW),
     LinkPolicy(forward=Uniform(4, rans=True), backward=Uniform(3), feedback="ef21"),
     LinkPolicy(forward=TopK(0.01), backward=TopK(0.01, 16), reuse=True),
@@ -220,38 +220,38 @@ WAITING = [
 ]
 
 
-class NoQuestions(TorchDispatchMode):
-    """Fails where the host asks the device for a number, or for a size that depends on data."""
+class NoSynchronization(TorchDispatchMode):
+    """Fails if the host waits for a number from the device, or for a size that depends on data."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert function.overloadpacket.__name__ not in ("_local_scalar_dense", "nonzero", "masked_select")
         return function(*args, **(kwargs or {}))
 
 
-def waiting_ends(policy: LinkPolicy, kernels: Any = wire_torch, device: str = "cpu") -> list[Link]:
+def async_ends(policy: LinkPolicy, kernels: Any = wire_torch, device: str = "cpu") -> list[Link]:
     like = torch.zeros(0, dtype=torch.uint8, device=device)
     options: dict[str, Any] = {"kernels": kernels, "like": like}
     return [Link(0, 1, policy, fixed=True, verify="step", **options) for _ in range(2)]
 
 
-def unasked(*args: Any) -> None:
-    raise AssertionError("the device was asked")
+def fail_to_synchronize(*_: Any) -> None:
+    raise AssertionError("the host waits for the device")
 
 
-@pytest.mark.parametrize("policy", WAITING, ids=str)
-def test_messages_on_a_device_ask_it_nothing_and_are_those_of_other_ends(
+@pytest.mark.parametrize("policy", ASYNC_POLICIES, ids=str)
+def test_messages_on_a_device_never_wait_and_equal_those_of_the_host(
     policy: LinkPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = devices()[-1]
-    first, second = waiting_ends(policy, wire_torch, device)
+    first, second = async_ends(policy, wire_torch, device)
     other = Link(0, 1, policy, fixed=True)
-    monkeypatch.setattr(wire_torch, "host_bytes", unasked)
+    monkeypatch.setattr(wire_torch, "host_bytes", fail_to_synchronize)
     for step in range(3):
         for direction, src, dst in ((FORWARD, first, second), (BACKWARD, second, first)):
             patterns = f32_patterns(rng(step + 7 * direction).standard_normal(N))
             patterns[9] = f32_patterns([np.inf if step == 1 else 1])[0]
             live = to_torch(patterns, device)
-            with NoQuestions():
+            with NoSynchronization():
                 message = src.send(direction, live, F32, SHAPE, MessageKey(step)).message
                 received = dst.receive(direction, message, F32, SHAPE, MessageKey(step))
             sent = other.send(direction, patterns, F32, SHAPE, MessageKey(step))
@@ -261,13 +261,15 @@ def test_messages_on_a_device_ask_it_nothing_and_are_those_of_other_ends(
     second.check()
 
 
-@pytest.mark.parametrize("policy", WAITING, ids=str)
-@pytest.mark.parametrize("at", [7, 17, 50, 60, 64, 700])
-def test_a_damaged_message_arrives_as_nan_and_is_named_by_the_check(policy: LinkPolicy, at: int) -> None:
-    first, second = waiting_ends(policy)
+@pytest.mark.parametrize("policy", ASYNC_POLICIES, ids=str)
+@pytest.mark.parametrize("position", [7, 17, 50, 60, 64, 700])
+def test_a_damaged_message_arrives_as_nan_and_is_named_by_the_check(
+    policy: LinkPolicy, position: int
+) -> None:
+    first, second = async_ends(policy)
     patterns = to_torch(NORMAL)
     message = first.send(FORWARD, patterns, F32, SHAPE, MessageKey(0, 2)).message
-    message[at] ^= 64
+    message[position] ^= 64
     received = second.receive(FORWARD, message, F32, SHAPE, MessageKey(0, 2))
     assert np.isnan(floats(from_torch(received, np.uint32))).all()
     where = "link 0->1 forward, step 0, microbatch 2, tensor 0"
@@ -278,11 +280,11 @@ def test_a_damaged_message_arrives_as_nan_and_is_named_by_the_check(policy: Link
         assert not second.state_dict()["wire/0-1/forward/0/2/rx/state"].any()
 
 
-def test_a_damaged_message_arrives_as_nan_where_earlier_checks_are_evaluated_first(
+def test_a_damaged_message_arrives_as_nan_beyond_the_pending_checks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(endpoint, "MAX_PENDING_CHECKS", 0)
-    first, second = waiting_ends(LinkPolicy(forward=Uniform(8)))
+    first, second = async_ends(LinkPolicy(forward=Uniform(8)))
     for step in range(2):
         message = first.send(FORWARD, to_torch(NORMAL), F32, SHAPE, MessageKey(step)).message
         message[700] ^= 64 * step
@@ -290,43 +292,43 @@ def test_a_damaged_message_arrives_as_nan_where_earlier_checks_are_evaluated_fir
     assert np.isnan(floats(from_torch(received, np.uint32))).all()
 
 
-# --- bad input ----------------------------------------------------------------------------------
+# --- refused messages ---------------------------------------------------------------------------
 
 Q8 = LinkPolicy(forward=Uniform(8), backward=TopK(0.1))
-PLACE = MessageKey(3, 2, 1)
+KEY = MessageKey(3, 2, 1)
 
 
-def sent_q8(place: MessageKey = PLACE, **changes: Any) -> Any:
+def sent_q8(key: MessageKey = KEY, **changes: Any) -> Any:
     link = Link(changes.pop("src", 0), changes.pop("dst", 1), changes.pop("policy", Q8))
-    return link.send(FORWARD, NORMAL, F32, SHAPE, place).message
+    return link.send(FORWARD, NORMAL, F32, SHAPE, key).message
 
 
 def flags_of(message: Any) -> int:
     return LinkHeader.parse(message[:HEADER_BYTES].tobytes()).flags
 
 
-def rewritten(message: Any, **fields: int) -> Any:
-    """A message whose header was changed and signed again."""
+def with_header(message: Any, **fields: int) -> Any:
+    """Change fields of a message's header, and update its checksum."""
     header = dataclasses.replace(LinkHeader.parse(message[:HEADER_BYTES].tobytes()), **fields)
     return np.concatenate([np.frombuffer(header.pack(), np.uint8), message[HEADER_BYTES:]])
 
 
-def of_a_newer_version(message: Any) -> Any:
+def with_version_2(message: Any) -> Any:
     head = bytearray(message[:56].tobytes())
     head[2] = 2
     checksum = wire_reference.checksum(np.frombuffer(head, np.uint8).copy())
     return np.frombuffer(bytes(head) + checksum.to_bytes(8, "little"), np.uint8)
 
 
-def flipped_at(message: Any, at: int) -> Any:
+def flipped_at(message: Any, position: int) -> Any:
     changed = message.copy()
-    changed[at] ^= 8
+    changed[position] ^= 8
     return changed
 
 
-GRADIENT = Link(0, 1, LinkPolicy(backward=Uniform(8))).send(BACKWARD, ONES, F32, SHAPE, PLACE).message
+GRADIENT = Link(0, 1, LinkPolicy(backward=Uniform(8))).send(BACKWARD, ONES, F32, SHAPE, KEY).message
 Q8_MESSAGE = sent_q8()
-# What one end refuses to receive, before anything is allocated: the message, and words of the WireError.
+# Messages that an end refuses before it allocates memory, and words of the WireError.
 MESSAGES: list[tuple[Any, str]] = [
     (sent_q8(MessageKey(2, 2, 1)), ": step: "),
     (sent_q8(MessageKey(3, 1, 1)), ": microbatch: "),
@@ -339,12 +341,12 @@ MESSAGES: list[tuple[Any, str]] = [
     (sent_q8(policy=LinkPolicy(forward=TopK(0.1))), ": codec: "),
     (sent_q8(policy=dataclasses.replace(Q8, seed=1)), ": plan: "),
     (GRADIENT, ": flags: "),
-    (rewritten(Q8_MESSAGE, payload_bytes=0xFFFFFFF0), "payload_bytes: 4294967280 bytes"),
-    (rewritten(Q8_MESSAGE, n=0xFFFFFFFF), ": n: "),
-    (rewritten(Q8_MESSAGE, flags=flags_of(Q8_MESSAGE) | 8), ": flags: "),
-    (rewritten(Q8_MESSAGE, count=0xFFFFFFFF), ": count: "),
-    (rewritten(Q8_MESSAGE, payload_bytes=len(Q8_MESSAGE) - HEADER_BYTES - 16), "payload checksum"),
-    (of_a_newer_version(Q8_MESSAGE), "version 2 is unknown; upgrade"),
+    (with_header(Q8_MESSAGE, payload_bytes=0xFFFFFFF0), "payload_bytes: 4294967280 bytes"),
+    (with_header(Q8_MESSAGE, n=0xFFFFFFFF), ": n: "),
+    (with_header(Q8_MESSAGE, flags=flags_of(Q8_MESSAGE) | 8), ": flags: "),
+    (with_header(Q8_MESSAGE, count=0xFFFFFFFF), ": count: "),
+    (with_header(Q8_MESSAGE, payload_bytes=len(Q8_MESSAGE) - HEADER_BYTES - 16), "payload checksum"),
+    (with_version_2(Q8_MESSAGE), "version 2 is unknown; upgrade"),
     *((Q8_MESSAGE[:n], "header|payload") for n in (0, 1, 63, 64, 100, len(Q8_MESSAGE) - 1)),
     *(
         (flipped_at(Q8_MESSAGE, at), "header|magic|checksum")
@@ -353,36 +355,36 @@ MESSAGES: list[tuple[Any, str]] = [
 ]
 
 
-def test_a_message_that_does_not_fit_is_refused_with_link_and_place() -> None:
+def test_the_refusal_of_a_message_names_link_and_key() -> None:
     for message, words in MESSAGES:
         with pytest.raises(WireError, match=words) as caught:
-            Link(0, 1, Q8).receive(FORWARD, message, F32, SHAPE, PLACE)
+            Link(0, 1, Q8).receive(FORWARD, message, F32, SHAPE, KEY)
         assert str(caught.value).startswith("link 0->1 forward, step 3, microbatch 2, tensor 1: ")
         assert "\n" not in str(caught.value)
 
 
-# --- calls that are refused -----------------------------------------------------------------------
+# --- refused calls --------------------------------------------------------------------------------
 
 TWICE, WIDER = f32_patterns(np.ones(2 * N)), (10, 1111)
 IDS = MessageKey(0, 0, 0, np.arange(5))
 
 
-def after(policy: LinkPolicy, *places: MessageKey, **how: Any) -> tuple[Link, Link]:
-    """Two ends that have exchanged a message of each place."""
-    pair = ends(policy, **how)
-    for place in places:
-        across(pair, ONES, place)
+def ends_after(policy: LinkPolicy, *keys: MessageKey) -> tuple[Link, Link]:
+    """Build two ends, and send a message for each key from the first to the second."""
+    pair = ends(policy)
+    for key in keys:
+        across(pair, ONES, key)
     return pair
 
 
-def send(link: Link, place: MessageKey, *, back: bool = False) -> None:
-    link.send(BACKWARD if back else FORWARD, ONES, F32, SHAPE, place)
+def send(link: Link, key: MessageKey, *, back: bool = False) -> None:
+    link.send(BACKWARD if back else FORWARD, ONES, F32, SHAPE, key)
 
 
 def repeat_a_message() -> None:
-    pair, place = ends(Q8), MessageKey(0)
-    message, _ = across(pair, ONES, place)
-    pair[1].receive(FORWARD, message, F32, SHAPE, place)
+    pair, key = ends(Q8), MessageKey(0)
+    message, _ = across(pair, ONES, key)
+    pair[1].receive(FORWARD, message, F32, SHAPE, key)
 
 
 def send_samples_of_another_size() -> None:
@@ -393,7 +395,7 @@ def send_samples_of_another_size() -> None:
 
 def load(change: Any) -> None:
     policy = LinkPolicy(forward=TopK(0.1), feedback="ef21")
-    Link(0, 1, policy).load_state_dict(change(after(policy, MessageKey(0))[0].state_dict()))
+    Link(0, 1, policy).load_state_dict(change(ends_after(policy, MessageKey(0))[0].state_dict()))
 
 
 AQSGD = LinkPolicy(forward=TopK(0.1), feedback="aqsgd")
@@ -405,19 +407,19 @@ CALLS: list[tuple[Any, Refused, str]] = [
     (lambda: Link(0, 1, AQSGD, fixed=True, verify="step"), ConfigError, "verify='step' needs"),
     (repeat_a_message, WireError, "state_seq"),
     (
-        lambda: after(Q8, MessageKey(0))[0].send(FORWARD, TWICE, F32, WIDER, MessageKey(1)),
+        lambda: ends_after(Q8, MessageKey(0))[0].send(FORWARD, TWICE, F32, WIDER, MessageKey(1)),
         WireError,
         r"step 1.*shape: F32 \[10, 1111\] after F32 \[5, 1111\]",
     ),
     (
-        lambda: after(Q8, MessageKey(0))[1].receive(
+        lambda: ends_after(Q8, MessageKey(0))[1].receive(
             FORWARD, Q8_MESSAGE, dtype_of("BF16"), SHAPE, MessageKey(1)
         ),
         WireError,
         "shape",
     ),
     (
-        lambda: send(after(REUSE, MessageKey(1))[1], MessageKey(0), back=True),
+        lambda: send(ends_after(REUSE, MessageKey(1))[1], MessageKey(0), back=True),
         WireError,
         "positions: no activation of this microbatch",
     ),
@@ -447,7 +449,7 @@ CALLS: list[tuple[Any, Refused, str]] = [
     (lambda: Uniform(4, "row"), ConfigError, "."),
     (lambda: TopK(0), ConfigError, "."),
     (lambda: TopK(0.1, 4), ConfigError, "."),
-    *((lambda given=given: Tiled(*given), ConfigError, ".") for given in ((1.5,), (3.3,), (4, 32))),
+    *((lambda values=values: Tiled(*values), ConfigError, ".") for values in ((1.5,), (3.3,), (4, 32))),
     (lambda: LinkPolicy(forward=RAW, backward=TopK(0.1), reuse=True), ConfigError, "."),
     (lambda: LinkPolicy(feedback=(None, "aqsgd")), ConfigError, "."),
     (lambda: LinkPolicy(feedback="ef22"), ConfigError, "."),
@@ -460,7 +462,7 @@ CALLS: list[tuple[Any, Refused, str]] = [
 
 
 @pytest.mark.parametrize(("call", "error", "words"), CALLS, ids=map(str, range(len(CALLS))))
-def test_what_a_link_cannot_do_is_refused(call: Any, error: Refused, words: str) -> None:
+def test_an_invalid_call_of_a_link_is_refused(call: Any, error: Refused, words: str) -> None:
     with pytest.raises(error, match=words):
         call()
 
@@ -485,7 +487,7 @@ def test_a_gradient_of_another_shape_than_its_activation_is_refused_at_both_ends
 
 
 @pytest.mark.parametrize("codec", [c for c in CODECS if isinstance(c, TopK)] + [Uniform(4)], ids=str)
-def test_a_payload_with_more_behind_it_is_refused(codec: Codec) -> None:
+def test_a_payload_followed_by_more_bytes_is_refused(codec: Codec) -> None:
     plan = plan_of(codec, F32, SHAPE)
     frame = encode_payload(wire_cpu, plan, NORMAL)
     longer = wire_cpu.concat([*frame.parts, np.zeros(16, np.uint8)])
@@ -497,7 +499,7 @@ def test_a_payload_with_more_behind_it_is_refused(codec: Codec) -> None:
 
 
 SLOT, SAMPLES = "wire/0-1/forward/0/0/tx", "wire/0-1/forward/0/samples/tx"
-MISFITS: list[tuple[Any, str, Any, str]] = [
+INVALID_STATES: list[tuple[Any, str, Any, str]] = [
     ("ef21", f"{SLOT}/state", lambda a: a[:1], "holds a state uint32"),
     ("ef21", f"{SLOT}/state", lambda a: a.astype(np.float64), "holds a state float64"),
     ("ef21", f"{SLOT}/seq", lambda a: a[:, None], "not a counter and a shape"),
@@ -508,23 +510,23 @@ MISFITS: list[tuple[Any, str, Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("feedback", "name", "change", "why"), MISFITS)
-def test_a_state_that_no_link_saved_is_refused(feedback: Any, name: str, change: Any, why: str) -> None:
+@pytest.mark.parametrize(("feedback", "name", "change", "words"), INVALID_STATES)
+def test_an_invalid_state_is_refused(feedback: Any, name: str, change: Any, words: str) -> None:
     policy = LinkPolicy(forward=TopK(0.1), feedback=feedback)
     pair = ends(policy)
     across(pair, ONES, MessageKey(0, 0, 0, np.arange(5)))
     state = pair[0].state_dict()
-    with pytest.raises(WireError, match=why):
+    with pytest.raises(WireError, match=words):
         Link(0, 1, policy).load_state_dict(state | {name: change(state[name])})
 
 
-def test_the_level_in_a_state_of_an_older_version_is_passed_over() -> None:
+def test_the_level_in_a_state_of_an_older_version_is_ignored() -> None:
     link = Link(0, 1, LinkPolicy(forward=Uniform(8)))
     link.load_state_dict({"wire/0-1/forward/0/level": np.zeros(4)})
     assert link.state_dict() == {}
 
 
-def test_ef_mixed_is_sent_by_the_study_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ef_mixed_is_sent_only_if_the_study_registers_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(MEMORIES, "ef-mixed")
     sender, receiver = ends(LinkPolicy(forward=TopK(0.1), feedback="ef-mixed"))
     with pytest.raises(ConfigError, match="ef-mixed can only be received"):
@@ -535,19 +537,19 @@ def test_ef_mixed_is_sent_by_the_study_alone(monkeypatch: pytest.MonkeyPatch) ->
     assert (receiver.receive(FORWARD, message, F32, SHAPE, MessageKey(0)) != 0).sum() == 5 * 111
 
 
-def test_ef21_follows_a_tensor_that_stands_still() -> None:
+def test_ef21_converges_to_a_constant_tensor() -> None:
     pair = ends(LinkPolicy(forward=TopK(0.2), feedback="ef21"))
     errors = [np.abs(floats(across(pair, NORMAL, MessageKey(i))[1]) - floats(NORMAL)).max() for i in range(8)]
     assert errors[-1] < 0.01 < errors[0]
 
 
-def test_ef_sends_in_time_what_it_held_back() -> None:
+def test_the_mean_of_messages_with_ef_converges_to_the_tensor() -> None:
     pair, n_steps = ends(LinkPolicy(forward=TopK(0.1), feedback="ef")), 200
     total = sum(floats(across(pair, NORMAL, MessageKey(i))[1]).astype(float) for i in range(n_steps))
     assert np.abs(total / n_steps - floats(NORMAL)).max() < 0.15
 
 
-def test_mixed_feedback_divides_the_budget() -> None:
+def test_mixed_feedback_divides_the_budget_between_values_and_errors() -> None:
     pair = ends(LinkPolicy(forward=TopK(0.1, 16), feedback="ef-mixed"))
     x = NORMAL
     _, first = across(pair, x, MessageKey(0))
@@ -555,10 +557,10 @@ def test_mixed_feedback_divides_the_budget() -> None:
     _, second = across(pair, x, MessageKey(1))
     k = 111
     assert (floats(first).reshape(SHAPE) != 0).sum() == 5 * k
-    kept = floats(second).reshape(SHAPE) != 0
+    is_sent = floats(second).reshape(SHAPE) != 0
     by_error = np.argsort(-np.abs(floats(error).reshape(SHAPE)), axis=1, kind="stable")[:, : k // 2]
-    assert np.take_along_axis(kept, by_error, axis=1).all()
-    assert (kept.sum(axis=1) == k).all()
+    assert np.take_along_axis(is_sent, by_error, axis=1).all()
+    assert (is_sent.sum(axis=1) == k).all()
 
 
 @pytest.mark.parametrize("feedback", ["ef", "ef21", "ef-mixed", "aqsgd"])
@@ -566,7 +568,7 @@ def test_a_resumed_link_goes_on_to_the_bit(feedback: Any, tmp_path: Path) -> Non
     policy = LinkPolicy(forward=TopK(0.1), backward=TopK(0.2), feedback=feedback, rounding="stochastic")
     straight, resumed = ends(policy), ends(policy)
     for step in range(6):
-        place = MessageKey(step, 0, 0, np.arange(5))
+        key = MessageKey(step, 0, 0, np.arange(5))
         if step == 3:
             path = tmp_path / "state.npz"
             for i, end in enumerate(resumed):
@@ -577,7 +579,7 @@ def test_a_resumed_link_goes_on_to_the_bit(feedback: Any, tmp_path: Path) -> Non
                 resumed = (fresh, resumed[1]) if i == 0 else (resumed[0], fresh)
         for back in (False, True):
             patterns = f32_patterns(rng(step).standard_normal(N))
-            messages = [across(pair, patterns, place, back=back)[0] for pair in (straight, resumed)]
+            messages = [across(pair, patterns, key, back=back)[0] for pair in (straight, resumed)]
             assert np.array_equal(*messages)
 
 
@@ -585,9 +587,9 @@ def test_sample_buffers_in_a_file_are_those_in_memory(tmp_path: Path) -> None:
     policy = LinkPolicy(forward=Uniform(2), feedback="aqsgd")
     in_memory, in_file = ends(policy), ends(policy, samples=(tmp_path / "buffers", 20))
     for step in range(5):
-        place = MessageKey(step, 0, 0, (np.arange(5) + 5 * step) % 15)
+        key = MessageKey(step, 0, 0, (np.arange(5) + 5 * step) % 15)
         patterns = f32_patterns(rng(step).standard_normal(N))
-        assert np.array_equal(*(across(pair, patterns, place)[0] for pair in (in_memory, in_file)))
+        assert np.array_equal(*(across(pair, patterns, key)[0] for pair in (in_memory, in_file)))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["buffers.0-1.0.rx", "buffers.0-1.0.tx"]
     states = [pair[0].state_dict() for pair in (in_memory, in_file)]
     assert all(np.array_equal(states[0][name], states[1][name]) for name in states[0])
@@ -595,18 +597,20 @@ def test_sample_buffers_in_a_file_are_those_in_memory(tmp_path: Path) -> None:
         across(in_file, patterns, MessageKey(9, 0, 0, np.arange(5) + 18))
 
 
-def test_links_hold_as_much_as_their_page_says() -> None:
+def test_the_memory_of_feedback_is_that_of_its_page() -> None:
     for feedback, sender, receiver in ((None, 0, 0), ("ef", 1, 0), ("ef21", 1, 1), ("aqsgd", 1, 1)):
         pair = ends(LinkPolicy(forward=TopK(0.1), feedback=feedback))
         for microbatch in range(3):
             ids = np.arange(5) + 5 * microbatch
             across(pair, ONES, MessageKey(0, microbatch, 0, ids))
         entries = [end.state_dict().items() for end in pair]
-        held = [sum(a.nbytes for name, a in of if name.endswith(("state", "rows"))) for of in entries]
-        assert held == [3 * N * 4 * sender, 3 * N * 4 * receiver]
+        n_bytes = [
+            sum(a.nbytes for name, a in items if name.endswith(("state", "rows"))) for items in entries
+        ]
+        assert n_bytes == [3 * N * 4 * sender, 3 * N * 4 * receiver]
 
 
-def test_a_policy_may_lower_the_limit_of_small_tensors_and_keeps_its_text_where_it_does_not() -> None:
+def test_a_policy_may_lower_the_limit_of_small_tensors() -> None:
     lowered, default = LinkPolicy(forward=Uniform(4), min_elements=64), LinkPolicy(forward=Uniform(4))
     assert lowered.plan(FORWARD, F32, (64,)).codec == Uniform(4)
     assert lowered.plan(FORWARD, F32, (63,)).codec == RAW

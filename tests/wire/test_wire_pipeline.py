@@ -1,4 +1,4 @@
-"""Compressed links between two processes: equal to `simulate`, resumable, and never silent."""
+"""Compressed links between two processes: results of `simulate`, resuming, and errors of a failing peer."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ TIMEOUT = 150
 
 
 def launch(task: str, folder: Path) -> list[tuple[int, str]]:
-    """(exit code, error output) of both ranks."""
+    """Run both ranks of a task; return their (exit code, standard error)."""
     store = folder / f"store-{task}"
     commands = [
         [sys.executable, "-m", "tests.support.wire_worker", task, str(rank), store, folder] for rank in (0, 1)
@@ -33,8 +33,8 @@ def launch(task: str, folder: Path) -> list[tuple[int, str]]:
 
 
 def results(task: str, folder: Path) -> list[dict[str, Any]]:
-    done = launch(task, folder)
-    assert [code for code, _ in done] == [0, 0], done
+    outcomes = launch(task, folder)
+    assert [code for code, _ in outcomes] == [0, 0], outcomes
     return [json.loads((folder / f"{task}-{rank}.json").read_text()) for rank in (0, 1)]
 
 
@@ -80,14 +80,14 @@ def test_other_schedules_train_close_to_the_stock_stage(trained: list[dict[str, 
     assert compressed == pytest.approx(stock, rel=0.01)
 
 
-def test_bytes_shrink_as_announced(trained: list[dict[str, Any]]) -> None:
+def test_messages_are_as_much_smaller_as_documented(trained: list[dict[str, Any]]) -> None:
     sent, raw = trained[0]["q4-q8 1f1b"]["bytes"]["forward"]
     assert raw / sent > 7.5
     sent, raw = trained[1]["top10-reuse 1f1b"]["bytes"]["backward"]
     assert raw / sent > 30
 
 
-def test_tensors_below_the_limit_of_the_policy_go_raw_and_the_stage_says_so(
+def test_tensors_below_the_limit_of_the_policy_are_sent_raw_with_a_note(
     trained: list[dict[str, Any]],
 ) -> None:
     assert trained[0]["q4-q8 1f1b"]["notes"] == []
@@ -101,7 +101,7 @@ def test_tensors_below_the_limit_of_the_policy_go_raw_and_the_stage_says_so(
     )
 
 
-def test_a_cut_may_have_several_tensors_some_of_integers(trained: list[dict[str, Any]]) -> None:
+def test_a_stage_may_send_several_tensors_and_integers(trained: list[dict[str, Any]]) -> None:
     assert len(trained[1]["two tensors"]["losses"]) == 12
 
 
@@ -125,7 +125,7 @@ def test_new_processes_resume_to_the_bit(trained: list[dict[str, Any]], folder: 
         ("die", "forward, step 1, microbatch 0, tensor 0: receive: "),
     ],
 )
-def test_a_peer_that_lies_or_dies_ends_the_process_with_its_name(
+def test_a_faulty_or_dead_peer_ends_the_process_with_an_error(
     tmp_path: Path, kind: str, message: str
 ) -> None:
     (first, _), (second, error) = launch(kind, tmp_path)

@@ -1,4 +1,4 @@
-"""Sample buffers in a file: their blocks are on the disk before they are used."""
+"""Sample buffers in a file: their disk blocks are allocated before they are used."""
 
 import errno
 import os
@@ -21,7 +21,7 @@ def full(*_: int) -> None:
 
 
 @pytest.mark.parametrize("is_supported", [True, False])
-def test_sample_buffers_have_their_blocks_when_they_are_made(
+def test_the_blocks_of_sample_buffers_are_allocated_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_supported: bool
 ) -> None:
     def unsupported(*_: int) -> None:
@@ -49,20 +49,20 @@ FORWARD, F32, SHAPE, IDS = Direction.FORWARD, dtype_of("F32"), (4, 1024), np.ara
 POLICY = LinkPolicy(forward=Uniform(4), feedback="aqsgd")
 
 
-def sent(link: Link, step: int) -> bytes:
+def send(link: Link, step: int) -> bytes:
     values = np.random.default_rng(step).normal(size=4096).astype(np.float32).view(np.uint32)
     return bytes(link.send(FORWARD, values, F32, SHAPE, MessageKey(step, sample_ids=IDS)).message)
 
 
-def test_a_disk_that_is_full_at_a_restore_refuses_messages_until_one_succeeds(
+def test_after_a_restore_to_a_full_disk_messages_are_refused_until_a_restore_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = Link(0, 1, POLICY)
-    sent(first, 0)
-    state, expected = first.state_dict(), sent(first, 1)
+    send(first, 0)
+    state, expected = first.state_dict(), send(first, 1)
 
     link = Link(0, 1, POLICY, samples=(tmp_path / "rows", 4))
-    sent(link, 0)
+    send(link, 0)
     with monkeypatch.context() as patched:
         patched.setattr(os, "posix_fallocate", full)
         with pytest.raises(
@@ -70,27 +70,27 @@ def test_a_disk_that_is_full_at_a_restore_refuses_messages_until_one_succeeds(
         ):
             link.load_state_dict(state)
     with pytest.raises(WireError, match="load_state_dict"):
-        sent(link, 1)
+        send(link, 1)
     link.load_state_dict(state)
-    assert sent(link, 1) == expected
+    assert send(link, 1) == expected
 
 
-def test_a_really_full_disk_is_an_error_when_buffers_are_made_and_restored(tmp_path: Path) -> None:
+def test_a_file_system_without_space_is_an_error_for_new_and_restored_buffers(tmp_path: Path) -> None:
     command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)]
     if os.geteuid() or subprocess.run(command, capture_output=True, check=False).returncode:
         pytest.skip("needs root that may mount")
     try:
         first = Link(0, 1, POLICY)
-        sent(first, 0)
-        state, expected = first.state_dict(), sent(first, 1)
+        send(first, 0)
+        state, expected = first.state_dict(), send(first, 1)
         (tmp_path / "other").write_bytes(bytes(48 << 10))
         link = Link(0, 1, POLICY, samples=(tmp_path / "rows", 8))
-        for fails in (lambda: sent(link, 0), lambda: link.load_state_dict(state)):
+        for allocate in (lambda: send(link, 0), lambda: link.load_state_dict(state)):
             with pytest.raises(WriteError, match="cannot allocate 32768 bytes"):
-                fails()
+                allocate()
             assert [path.name for path in tmp_path.iterdir()] == ["other"]
         (tmp_path / "other").unlink()
         link.load_state_dict(state)
-        assert sent(link, 1) == expected
+        assert send(link, 1) == expected
     finally:
-        subprocess.run(["umount", "-l", str(tmp_path)], check=True)  # it is mapped
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)  # -l: the file is still mapped
