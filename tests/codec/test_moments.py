@@ -65,7 +65,7 @@ def state(shape: tuple[int, ...] = (96, 80), seed: int = 0, scale: float = 1.0) 
 
 
 def stored(folder: Path, tensors: dict[str, Array], **moments: Any) -> dict[str, Array]:
-    """What a file with these moments restores."""
+    """Return the moments that a file restores."""
     save_file(tensors, folder / "state.ckptz", config=Grid(moments=Moments(**moments)))
     return load_file(folder / "state.ckptz")
 

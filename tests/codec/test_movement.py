@@ -1,4 +1,4 @@
-"""What training has moved since a restore stays in the next file, however small it is beside the grid."""
+"""The movement of training since a restore stays in the next file, however small it is beside the grid."""
 
 import contextlib
 from dataclasses import replace
@@ -148,7 +148,7 @@ def state(seed: int = 0, shape: tuple[int, int] = (160, 256)) -> dict[str, Array
 def written(
     folder: Path, name: str, tensors: dict[str, Array], config: Method, base: str | None = None, jobs: int = 1
 ) -> dict[str, Array]:
-    """What the file of a step restores."""
+    """Write the file of a step, and return the tensors that it restores."""
     source, target = folder / f"{name}.safetensors", folder / f"{name}.ckptz"
     save_plain(tensors, source)
     against = None if base is None else folder / f"{base}.ckptz"
@@ -179,7 +179,7 @@ def moved(tensors: dict[str, Array], spread: float, seed: int) -> dict[str, Arra
 
 
 def share_kept(exact: Array, restored: Array, start: Array) -> float:
-    """What of a movement is restored, along it."""
+    """Return the share of a movement that is restored: the projection on it."""
     want, got = (x.astype(np.float64) - start for x in (exact, restored))
     return float((want * got).sum() / (want * want).sum())
 

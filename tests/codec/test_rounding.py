@@ -42,7 +42,7 @@ def uniform(step: float, n_rows: int, dead_zone: float = 0.0, most: int = MOST) 
 
 
 def restored(codes: Array, grid: ColumnGrid, columns: Array) -> Array:
-    """What a reader gets."""
+    """Return the tensors that a reader restores."""
     values = grid.values[0][np.where(codes == ESCAPE, 0, codes)]
     return np.where(codes == ESCAPE, columns, values)
 

@@ -67,7 +67,7 @@ def patterns_of(source: TensorSource) -> Array:
 
 
 def same(container: Container, tensors: Sources) -> bool:
-    """Whether a file gives back the bits of all tensors."""
+    """Return whether a file restores the bits of all tensors."""
     return list(container.tensors) == list(tensors) and all(
         np.array_equal(patterns_of(container.tensors[name]), patterns_of(source))
         for name, source in tensors.items()

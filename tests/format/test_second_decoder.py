@@ -33,7 +33,7 @@ Row = dict[str, Any]
 
 
 def decode_alone(paths: Sequence[Path]) -> list[Row]:
-    """What the other decoder says of each file, from one process that sees nothing of ours."""
+    """Return the output of the other decoder for each file, from one process that cannot import ckptz."""
     command = [sys.executable, "-s", "-E", str(DECODER), *map(str, paths)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert run.returncode in (0, 1), run.stderr
@@ -274,7 +274,7 @@ def _plain(text: str) -> str:
 
 
 def _quotes(path: Path) -> list[str]:
-    """What the comments and docstrings of a decoder quote; `page#anchor` says from where."""
+    """Return the quotations in comments and docstrings of a decoder, with their `page#anchor`."""
     with path.open("rb") as file:
         tokens = list(tokenize.tokenize(file.readline))[2:]
     texts = [t.string.strip('"') for t in tokens if t.type == tokenize.STRING and t.string.startswith('"""')]

@@ -24,7 +24,7 @@ def names_of(full: str, key: str = "id", value: str = "name") -> dict[int, str]:
 
 
 def given() -> dict[str, Any]:
-    """What the page takes as given, by the names that it uses."""
+    """Return the definitions that the page assumes, by the names that it uses."""
 
     class Reading(frames.Cursor):
         def list(self, n: int, kind: str) -> list[Any]:

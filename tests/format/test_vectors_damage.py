@@ -26,7 +26,7 @@ class Member:
         return f"{self.vector.name}/{self.path.name}"
 
     def read(self, data: bytes) -> State:
-        """What other bytes in its place hold; its own bases stay as they are."""
+        """Return the content of other bytes in its place; its own bases are unchanged."""
         return read_bytes(data, self.path.parent)
 
 

@@ -159,12 +159,12 @@ def is_named(*names: str) -> Callable[[ast.AST], bool]:
     return lambda node: isinstance(node, ast.Attribute | ast.Name) and ast.unparse(node) in names
 
 
-def test_one_module_imports_by_name() -> None:
+def test_one_module_imports_by_computed_names() -> None:
     users = users_of(is_named("import_module", "importlib.import_module"))
     assert users == {"ckptz.lazy", "ckptz.search.measures"}, "the latter loads the user's own module"
 
 
-def test_modules_are_loaded_by_names_that_can_be_read() -> None:
+def test_lazy_modules_are_loaded_by_constant_names() -> None:
     for module, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "lazy.module":
@@ -226,7 +226,7 @@ def imports_of(module: str) -> set[str]:
     return names & set(SOURCES) - {module}
 
 
-def test_no_modules_import_each_other_not_even_for_types() -> None:
+def test_imports_have_no_cycles_not_even_for_types() -> None:
     graph = {module: imports_of(module) for module in SOURCES}
     try:
         list(graphlib.TopologicalSorter(graph).static_order())

@@ -42,7 +42,7 @@ def test_the_resumed_training_is_the_uninterrupted_one(output: Path) -> None:
     assert resumed == numbers["training"][begin : begin + len(resumed)]
 
 
-def test_it_shows_a_table_and_a_picture(output: Path) -> None:
+def test_the_demo_prints_a_table_and_writes_a_picture(output: Path) -> None:
     text = (output / "stdout.txt").read_text()
     assert all(row in text for row in ("uncompressed", "same, ", "ckptz lossless"))
     assert (output / "demo.png").read_bytes().startswith(b"\x89PNG")

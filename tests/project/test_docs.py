@@ -20,7 +20,7 @@ NEED_A_FRAMEWORK = {f"ckptz.integrations.{name}" for name in FRAMEWORKS}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_link_has_its_place(page: Path) -> None:
+def test_every_link_has_a_target(page: Path) -> None:
     for target in re.findall(r"\]\(([^)]+)\)", page.read_text("utf-8")):
         if "://" in target:
             continue
@@ -39,7 +39,7 @@ def test_every_file_of_this_repository_that_a_page_names_exists(page: Path) -> N
     assert not [path for path in paths if not (ROOT / path).exists()]
 
 
-def test_contributing_lists_every_folder_as_the_folder_says_itself() -> None:
+def test_contributing_describes_every_folder_by_its_docstring() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
     folders = sorted((ROOT / "ckptz").glob("*/__init__.py"))
     assert folders
@@ -48,7 +48,7 @@ def test_contributing_lists_every_folder_as_the_folder_says_itself() -> None:
         assert f"| `{path.parent.name}/` | {sentence} |" in text
 
 
-def test_readme_page_and_code_promise_the_same_of_budgets() -> None:
+def test_readme_page_and_code_have_the_same_promise_about_budgets() -> None:
     promise = (
         "A file whose measured change exceeds its limit is refused: the file is written without loss, and "
         "the exit code is 6."
@@ -64,7 +64,7 @@ def test_the_python_of_every_page_compiles(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_names_of_every_page_are_there(page: Path) -> None:
+def test_the_names_in_the_code_of_every_page_exist(page: Path) -> None:
     for node in ast.walk(ast.parse(python_of(page))):
         if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "ckptz":
             if node.module in NEED_A_FRAMEWORK:

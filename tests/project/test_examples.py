@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
     ("name", "package", "suffix"),
     [("fabric_loop.py", "lightning", ".ckpt"), ("accelerate_loop.py", "accelerate", "model.ckptz")],
 )
-def test_a_stopped_run_goes_on(
+def test_a_stopped_run_resumes_to_the_same_end(
     name: str,
     package: str,
     suffix: str,

@@ -136,7 +136,7 @@ def test_the_source_distribution_has_the_pages_and_the_tests(sdist: Path) -> Non
     assert not [name for name in names if "__pycache__" in name or name.startswith((".venv", "build"))]
 
 
-def test_an_installed_ckptz_is_its_own(installed: Environment, tmp_path: Path) -> None:
+def test_an_installed_ckptz_does_not_use_the_source_tree(installed: Environment, tmp_path: Path) -> None:
     code = "import ckptz, ckptz_cli; print(ckptz.__file__, ckptz_cli.__file__, sep='\\n')"
     for line in run(installed.script("python"), "-c", code, cwd=tmp_path).split():
         assert not Path(line).resolve().is_relative_to(ROOT)

@@ -150,7 +150,7 @@ def hook(monkeypatch: pytest.MonkeyPatch) -> object:
     return site_files
 
 
-def test_links_follow_pages_to_their_places(hook: object) -> None:
+def test_links_are_converted_for_the_site(hook: object) -> None:
     class Page:
         def __init__(self, path: str) -> None:
             self.file = self

@@ -19,7 +19,7 @@ from tests.support.cli_support import Chain, a_state, ckptz, content_of, forge, 
 @pytest.mark.parametrize(
     "name", ["x" * 256, "é" * 128, "a\0b", "a\nb", "a\x7f", "a/b", "a/", ".", "..", "../x", "/x", ""]
 )
-def test_a_base_name_that_is_none_is_corrupt(name: str, chain: Chain) -> None:
+def test_an_invalid_name_of_a_base_is_corrupt(name: str, chain: Chain) -> None:
     bad = forge(chain.delta, chain.folder / "bad.ckptz", lambda i: {**i, "base": {**i["base"], "file": name}})
     with pytest.raises(CorruptionError, match=r"bad\.ckptz: base file name .* is not a plain file name"):
         content_of(bad)
@@ -50,7 +50,7 @@ def test_a_pipe_in_the_folder_is_no_candidate(name: str, chain: Chain) -> None:
         ckptz("verify", chain.delta)
 
 
-def test_a_pipe_or_device_has_no_bytes_by_position(tmp_path: Path) -> None:
+def test_a_pipe_or_device_cannot_be_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/zero")):
         with pytest.raises(ConfigError, match="is not a regular file"):
@@ -59,7 +59,9 @@ def test_a_pipe_or_device_has_no_bytes_by_position(tmp_path: Path) -> None:
         FileBytes(tmp_path)
 
 
-def test_only_a_plain_file_that_fits_is_read_whole(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_plain_file_with_the_right_tensors_is_hashed(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
     [report] = compress([chain.second], chain.folder / "d.ckptz", base=chain.first)
     chain.first.rename(chain.folder / "z.safetensors")
     for file in (chain.full, chain.delta, chain.second):
@@ -104,7 +106,7 @@ def test_a_base_whose_name_cannot_be_recorded_is_refused(chain: Chain) -> None:
         compress([chain.second], chain.folder / "x.ckptz", base=Path(report.output))
 
 
-def test_a_missing_base_is_still_missing(chain: Chain) -> None:
+def test_a_pipe_with_the_name_of_a_missing_base_is_ignored(chain: Chain) -> None:
     chain.full.unlink()
     chain.first.unlink()
     os.mkfifo(chain.full)

@@ -98,7 +98,7 @@ def judgement_of(
 # --- the mean change and the per-example change -------------------------------------------------
 
 
-def test_both_numbers_and_the_standard_error_are_those_of_the_definition() -> None:
+def test_mean_change_standard_error_and_example_change_follow_their_definitions() -> None:
     rng = np.random.default_rng(0)
     exact, differences = rng.uniform(1, 3, 500), 0.001 * rng.standard_normal(500)
     judgement, mean = judgement_of(exact, differences), exact.mean()
@@ -121,7 +121,7 @@ def test_the_mean_may_move_by_the_budget_in_either_direction(sign: int, lower: b
     assert (kept.mean_change > 0) == (lower == (sign > 0))
 
 
-def test_changes_that_cancel_in_the_mean_use_the_budget_all_the_same() -> None:
+def test_changes_that_cancel_in_the_mean_still_use_the_budget() -> None:
     signs = np.tile([1.0, -1.0], 5000)
     kept, broken = (judgement_of(np.full(10_000, 2.0), size * signs) for size in (0.28, 0.29))
     assert kept.mean_change == pytest.approx(0)
@@ -131,7 +131,7 @@ def test_changes_that_cancel_in_the_mean_use_the_budget_all_the_same() -> None:
     assert kept.used == pytest.approx(0.28**2 / 2 / 2 / 0.02)
 
 
-def test_a_change_beyond_the_limit_is_refused_unless_unsure_answers_are_allowed_to_decide() -> None:
+def test_an_unsure_change_beyond_the_limit_is_refused_unless_allowed() -> None:
     rng = np.random.default_rng(3)
     differences = 0.18 * rng.standard_normal(64)
     differences += 0.04 - differences.mean()  # 2 % of the mean, 1.7 standard errors
@@ -152,7 +152,7 @@ def test_a_change_beyond_the_limit_is_refused_unless_unsure_answers_are_allowed_
 @pytest.mark.parametrize(
     ("error", "most"), [(0, 2), (0.5, 2), (0.51, 2 * 0.5 / 0.51), (0.75, 4 / 3), (1, 1), (9, 1)]
 )
-def test_single_changes_are_allowed_less_the_less_the_mean_can_tell(error: float, most: float) -> None:
+def test_the_limit_per_example_falls_with_the_standard_error(error: float, most: float) -> None:
     judgement = Judgement(
         metric="loss",
         unit="answer",
@@ -165,7 +165,7 @@ def test_single_changes_are_allowed_less_the_less_the_mean_can_tell(error: float
     assert share_used(0.0, 0.02 * error, 0.02, Limit(0.02, True)) == pytest.approx(1 / most)
 
 
-def test_a_mean_beyond_the_budget_by_more_than_chance_breaks_it_with_few_answers_too() -> None:
+def test_a_significant_change_beyond_the_budget_breaks_it_with_few_examples_too() -> None:
     rng = np.random.default_rng(3)
     differences = 0.1 * rng.standard_normal(64)
     differences += 0.2 - differences.mean()  # 10 % of the mean, 16 standard errors
@@ -175,7 +175,7 @@ def test_a_mean_beyond_the_budget_by_more_than_chance_breaks_it_with_few_answers
     assert not judgement.is_met
 
 
-def test_of_right_and_wrong_answers_those_that_changed_count_and_not_their_balance() -> None:
+def test_the_example_change_of_an_accuracy_counts_all_changed_answers() -> None:
     exact = np.tile([1.0, 1.0, 1.0, 0.0], 2000)
     differences = np.zeros(8000)
     differences[3:1000:4], differences[1000:2000:8] = 1.0, -1.0
@@ -186,7 +186,7 @@ def test_of_right_and_wrong_answers_those_that_changed_count_and_not_their_balan
     assert not judgement.is_met
 
 
-def test_sums_with_their_counts_say_what_their_single_answers_would() -> None:
+def test_sums_with_counts_are_judged_like_their_examples() -> None:
     rng = np.random.default_rng(5)
     lengths = rng.integers(4, 60, 4000)
     exact, differences = rng.uniform(1, 3, lengths.sum()), 0.1 * rng.standard_normal(lengths.sum())
@@ -203,7 +203,7 @@ def test_sums_with_their_counts_say_what_their_single_answers_would() -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e200])
-def test_a_trial_of_which_one_answer_is_no_number_or_overflows_breaks_the_budget(value: float) -> None:
+def test_a_trial_with_an_example_that_is_not_finite_breaks_the_budget(value: float) -> None:
     judgement = judge(
         ONE_PERCENT,
         Measurement("loss", np.ones(3), True),
@@ -231,7 +231,7 @@ def test_vectors_of_any_kind_are_read(values: Any) -> None:
     assert (measurement.lower_is_better, measurement.unit) == (False, "answer")
 
 
-def test_sums_are_read_with_their_counts_and_a_number_has_none() -> None:
+def test_sums_are_read_with_their_counts_and_a_number_ignores_counts() -> None:
     def loss(state: State) -> None: ...
 
     loss.unit = "token"
@@ -241,14 +241,12 @@ def test_sums_are_read_with_their_counts_and_a_number_has_none() -> None:
     assert Budget(loss).read({"loss": 2.0, "counts": "many"}).value == 2.0
 
 
-def test_an_evaluation_that_differs_by_far_less_than_its_budget_is_no_error(folder: Path) -> None:
+def test_an_evaluation_may_vary_by_far_less_than_its_budget(folder: Path) -> None:
     losses = iter([2.0, 2.0 + 1e-6])
     assert search(folder, lambda state: next(losses, 2.0)).search is not None
 
 
-def test_a_later_checkpoint_does_not_pay_for_a_second_look_at_the_exact_state(
-    folder: Path, functions: dict[str, Any]
-) -> None:
+def test_a_later_checkpoint_evaluates_the_exact_state_once(folder: Path, functions: dict[str, Any]) -> None:
     n_calls = [0]
 
     def losses(state: State) -> Any:
@@ -265,7 +263,7 @@ def test_a_later_checkpoint_does_not_pay_for_a_second_look_at_the_exact_state(
 # --- searches, their records and messages -------------------------------------------------------
 
 
-def test_a_search_by_single_losses_keeps_what_their_mean_lets_go(
+def test_per_example_losses_limit_changes_that_cancel_in_the_mean(
     folder: Path, functions: dict[str, Any]
 ) -> None:
     def losses(state: State) -> Any:
@@ -283,7 +281,7 @@ def test_a_search_by_single_losses_keeps_what_their_mean_lets_go(
     assert kept.drop == judgement.used
 
 
-def test_the_file_and_its_words_hold_both_numbers(folder: Path) -> None:
+def test_file_and_reports_show_mean_change_and_example_change(folder: Path) -> None:
     output, where = folder / "out.ckptz", f"{folder}/evaluate.py:losses"
     run = ckptz("compress", folder / "model.safetensors", "-o", output, "--eval", where, "-v")
     mean, changes = inspect(output).quality
@@ -306,7 +304,9 @@ def test_the_file_and_its_words_hold_both_numbers(folder: Path) -> None:
     assert all(" +- " in line and "per-token change" in line and "(limit 0.50%)" in line for line in lines)
 
 
-def test_too_few_answers_are_said_with_how_many_would_do(folder: Path, functions: dict[str, Any]) -> None:
+def test_too_few_examples_cause_a_note_with_the_number_needed(
+    folder: Path, functions: dict[str, Any]
+) -> None:
     report = search(folder, lambda state: functions["losses"](state)[:8], 1e-3)
     [doubt] = report.search.doubts
     assert doubt in report.notes
@@ -317,9 +317,7 @@ def test_too_few_answers_are_said_with_how_many_would_do(folder: Path, functions
 
 
 @pytest.mark.parametrize("options", [(), ("--allow-unsure",)], ids=["by default", "allowed"])
-def test_few_answers_never_exceed_a_budget_with_exit_code_0_unless_that_is_allowed(
-    folder: Path, options: tuple[str, ...]
-) -> None:
+def test_an_unsure_result_exits_with_6_unless_allowed(folder: Path, options: tuple[str, ...]) -> None:
     few = """
 def shifted(state):
     moved = not torch.equal(state["head.weight"], EXACT)
@@ -366,7 +364,7 @@ def test_a_search_reports_a_trial_before_and_after_it_is_written(
         assert ended[:2] == written
 
 
-def test_the_command_prints_a_line_a_trial_and_the_number_of_evaluations(folder: Path) -> None:
+def test_the_command_prints_a_line_per_trial_and_the_number_of_evaluations(folder: Path) -> None:
     output, where = folder / "out.ckptz", f"{folder}/evaluate.py:losses"
     words = ("compress", folder / "model.safetensors", "-o", output, "--eval", where, "--force")
     run = ckptz(*words)
@@ -378,7 +376,7 @@ def test_the_command_prints_a_line_a_trial_and_the_number_of_evaluations(folder:
     assert not ckptz(*words, "-q").stderr
 
 
-def test_a_note_on_each_file_of_a_chain_is_said_once(folder: Path) -> None:
+def test_a_note_on_each_file_of_a_chain_is_printed_once(folder: Path) -> None:
     for step in (1, 2):
         save_plain(load_plain(folder / "model.safetensors"), folder / f"step-{step}.safetensors")
     files = [folder / f"step-{step}.safetensors" for step in (1, 2)]
@@ -394,7 +392,7 @@ def test_a_single_number_is_judged_with_a_warning(folder: Path, functions: dict[
     assert len(inspect(folder / "out.ckptz").quality) == 1
 
 
-def test_accuracies_answer_by_answer_go_through_the_command(folder: Path) -> None:
+def test_the_command_judges_accuracies_per_example(folder: Path) -> None:
     options = ("--eval", f"{folder}/evaluate.py:right", "--budget", "20%", "--json")
     (report,) = ckptz("compress", folder / "model.safetensors", "-o", folder / "o.ckptz", *options).json[
         "files"
@@ -410,7 +408,7 @@ def test_accuracies_answer_by_answer_go_through_the_command(folder: Path) -> Non
 
 
 @pytest.mark.parametrize(("restores", "sharing"), [(0, 1), (1, 1), (2, 2), (3, 3), (10, 3)])
-def test_restarts_share_what_is_allowed_of_single_changes(restores: int, sharing: int) -> None:
+def test_restarts_divide_the_limit_per_example(restores: int, sharing: int) -> None:
     limit = Budget(lambda state: 2.0, 0.01).limit(None, restores)
     assert limit.max_drop == 0.01
     signs = np.tile([1.0, -1.0], 5000)
@@ -422,12 +420,12 @@ def test_restarts_share_what_is_allowed_of_single_changes(restores: int, sharing
     assert of_mean.max_drop == pytest.approx(0.01 / sharing)
 
 
-def test_what_restarts_cost_in_resumed_training_adds_up() -> None:
+def test_restarts_divide_a_budget_in_steps() -> None:
     probe = ResumeProbe(lambda state, n_steps: 2.0)
     assert Budget(probe, 20, in_steps=True).limit(0.1, 10).max_drop == pytest.approx(0.2)
 
 
-def test_restores_divide_single_changes(folder: Path, functions: dict[str, Any]) -> None:
+def test_a_search_divides_the_limit_per_example_by_restores(folder: Path, functions: dict[str, Any]) -> None:
     once, often = (search(folder, functions["losses"], 0.05, restores=n) for n in (0, 5))
     mean, changes = often.search.quality if often.search is not None else ()
     kept = next(t for t in often.search.trials if t.config == often.search.config).judgements[0]
@@ -437,14 +435,14 @@ def test_restores_divide_single_changes(folder: Path, functions: dict[str, Any])
     assert often.stored_bytes > once.stored_bytes
 
 
-def test_files_to_restart_from_keep_what_training_moves(folder: Path, functions: dict[str, Any]) -> None:
+def test_a_search_for_restarts_uses_the_purpose_resume(folder: Path, functions: dict[str, Any]) -> None:
     report = search(folder, functions["losses"], 0.05, restores=2)
     assert report.search.config["purpose"] == "resume"
     template = GRID.template(Grid(purpose="ship"), trains=True, restarts=True)
     assert template.purpose == "ship"
 
 
-def test_levels_of_the_base_are_tried_first_where_a_run_restarts() -> None:
+def test_settings_of_the_base_are_tried_first_where_a_run_restarts() -> None:
     parent = CUBE.config((2, 1, 1, 0))
     sizes: Callable[[Method], float] = lambda config: float(config.prune)  # noqa: E731
     for tries_parent in (False, True):
@@ -456,12 +454,12 @@ def test_levels_of_the_base_are_tried_first_where_a_run_restarts() -> None:
         assert (near.propose([]) == parent) == is_first
 
 
-def test_a_grid_begins_at_the_very_step_of_its_base() -> None:
+def test_a_search_for_a_grid_begins_at_the_step_of_its_base() -> None:
     first = MultiplierSearch(space=GRID, template=Grid(), start=0.70710678).propose([])
     assert first.step == 0.70710678
 
 
-def test_a_search_of_levels_for_a_run_that_restarts_loses_no_movement(folder: Path) -> None:
+def test_a_search_of_levels_for_a_run_that_restarts_keeps_updates(folder: Path) -> None:
     settings = KMeans(levels=8, prune=0.0)
     options: dict[str, Any] = {"jobs": 1, "force": True}
     compress(folder / "model.safetensors", folder / "base.ckptz", config=settings, **options)
@@ -500,7 +498,7 @@ KNOB = MultiplierSearch(space=GRID, template=Grid(moments=None), start=0.8, is_s
     ],
 )
 @pytest.mark.parametrize("strategy", [NEAR, KNOB], ids=["neighbourhood", "multiplier"])
-def test_rounding_is_drawn_again_where_it_alone_broke_the_mean(
+def test_stochastic_rounding_is_repeated_if_only_the_mean_exceeded_its_limit(
     strategy: Any, broken: list[tuple[float, float]], again: bool
 ) -> None:
     first = strategy.propose([])
@@ -510,7 +508,7 @@ def test_rounding_is_drawn_again_where_it_alone_broke_the_mean(
     assert deterministic.propose(history) != first
 
 
-def test_a_file_is_drawn_again_at_the_settings_of_its_base(folder: Path) -> None:
+def test_rounding_is_repeated_with_the_settings_of_the_base(folder: Path) -> None:
     settings = Grid(purpose="resume")
     compress(folder / "model.safetensors", folder / "base.ckptz", config=settings, jobs=1)
     base = load_file(folder / "base.ckptz")["head.weight"]
@@ -542,7 +540,7 @@ def test_a_file_is_drawn_again_at_the_settings_of_its_base(folder: Path) -> None
 
 
 @pytest.mark.parametrize(("restores", "limit"), [(None, 0.2), (5, 0.2 / 3)])
-def test_a_checkpointer_divides_single_changes_by_the_restores_that_it_is_told(
+def test_a_checkpointer_divides_the_limit_per_example_by_restores(
     tmp_path: Path, restores: int | None, limit: float
 ) -> None:
     torch.manual_seed(0)

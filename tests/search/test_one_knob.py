@@ -100,14 +100,14 @@ def test_noise_costs_size_and_never_the_budget() -> None:
     assert max(losses) < 0.4
 
 
-def test_what_never_breaks_the_budget_ends_at_the_largest_multiplier() -> None:
+def test_a_quality_without_any_change_ends_at_the_largest_multiplier() -> None:
     outcomes = search_outcomes(lambda step: -0.1)
     assert max(outcome.config.step for outcome in outcomes) == LARGEST
     assert len(outcomes) <= 5
 
 
 @pytest.mark.parametrize("used", [math.inf, 50.0])
-def test_what_always_breaks_the_budget_is_given_up(used: float) -> None:
+def test_a_search_gives_up_if_every_multiplier_breaks_the_budget(used: float) -> None:
     outcomes = search_outcomes(lambda step: used)
     assert best_of(outcomes) is None
     assert min(outcome.config.step for outcome in outcomes) == round(SMALLEST, 4)
@@ -120,7 +120,7 @@ def test_a_cliff_is_found_from_both_sides() -> None:
     assert 1.1 <= winner.config.step < 1.3
 
 
-def test_a_failure_below_a_success_is_taken_for_noise() -> None:
+def test_a_failure_below_a_success_counts_as_noise() -> None:
     history = [Outcome(TEMPLATE.scaled(1.0), 1.2, 9), Outcome(TEMPLATE.scaled(1.4), 0.6, 8)]
     proposed = MultiplierSearch(space=SPACE, template=TEMPLATE).propose(history)
     assert proposed.step > 1.4
@@ -142,7 +142,7 @@ def test_the_parents_multiplier_needs_one_to_three_trials(drift: float, most: in
     assert best_of(outcomes) is not None
 
 
-def test_where_the_parent_leads_nowhere_the_search_begins_anew() -> None:
+def test_the_search_starts_over_if_the_parents_multiplier_is_useless() -> None:
     outcomes = search_outcomes(lambda step: (step / 0.02) ** 3, *later_stages(8.0))
     winner = best_of(outcomes)
     assert winner is not None

@@ -132,7 +132,7 @@ def test_divergence_and_agreement_are_those_of_the_definition() -> None:
     assert agreement["top1"] == float((p.argmax(1) == q.argmax(1)).double().mean())
 
 
-def test_chunks_change_nothing() -> None:
+def test_agreement_does_not_depend_on_chunks() -> None:
     rng = np.random.default_rng(1)
     n_entries = CHUNK_ENTRIES // 3
     exact, noisy = (rng.standard_normal((8, n_entries)).astype(np.float32) for _ in range(2))
@@ -150,7 +150,7 @@ def test_softmax_shares_do_not_overflow_or_lose_small_differences() -> None:
     assert agreement_of(near, far)["kl"] == pytest.approx(1e-8 / 8, rel=1e-3)
 
 
-def test_entries_that_the_exact_model_excludes_count_nothing_and_others_do() -> None:
+def test_only_entries_that_the_exact_model_excludes_are_ignored() -> None:
     exact = np.array([[0.0, 1.0, -np.inf]], np.float32)
     same = np.array([[0.0, 1.0, -np.inf]], np.float32)
     assert agreement_of(exact, same)["kl"] == 0.0
@@ -158,14 +158,14 @@ def test_entries_that_the_exact_model_excludes_count_nothing_and_others_do() -> 
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_logits_that_are_no_numbers_keep_no_budget(value: float) -> None:
+def test_agreement_with_logits_that_are_not_finite_is_nan(value: float) -> None:
     exact = np.zeros((2, 3), np.float32)
     invalid = exact.copy()
     invalid[1, 1] = value
     assert all(math.isnan(number) for number in agreement_of(exact, invalid).values())
 
 
-def test_exact_logits_are_asked_for_once_and_kept_apart_from_the_users_buffer() -> None:
+def test_exact_logits_are_computed_once_and_copied_from_the_users_buffer() -> None:
     buffer = torch.zeros(4, 5, dtype=torch.bfloat16)
 
     def logits(state: State) -> torch.Tensor:
@@ -184,7 +184,7 @@ def test_exact_logits_are_asked_for_once_and_kept_apart_from_the_users_buffer() 
 # --- the resume probe ---------------------------------------------------------------------------
 
 
-def test_a_probe_measures_its_noise_by_a_repeat_and_a_disturbance() -> None:
+def test_a_probe_measures_its_noise_by_a_repeat_and_a_noisy_state() -> None:
     losses = iter((2.0, 2.002, 1.999, 1.9))
     seen = []
 
@@ -201,7 +201,7 @@ def test_a_probe_measures_its_noise_by_a_repeat_and_a_disturbance() -> None:
     assert (exact.n_copies, exact.n_disturbed) == (3, 1)
 
 
-def test_a_gain_below_the_noise_is_no_slope() -> None:
+def test_a_gain_below_the_noise_is_not_used() -> None:
     losses = iter((2.0, 2.002, 1.999, 1.999))
     assert prepare(ResumeProbe(lambda state, n_steps: next(losses)), Exact({})).gain_per_step is None
 
@@ -214,7 +214,7 @@ def test_a_known_noise_floor_is_not_measured() -> None:
     assert (exact.n_copies, exact.n_disturbed) == (2, 0)
 
 
-def test_a_disturbance_that_diverges_is_infinite_noise() -> None:
+def test_a_noisy_state_that_diverges_means_infinite_noise() -> None:
     losses = iter((2.0, 2.0, math.nan, 1.0))
     assert prepare(ResumeProbe(lambda state, n_steps: next(losses)), Exact({})).noise == math.inf
 
@@ -249,7 +249,7 @@ def probe_of_decay(functions: dict[str, Any], per_step: float) -> ResumeProbe:
     )
 
 
-def test_a_budget_in_steps_is_kept_and_recorded_beside_the_loss(
+def test_a_budget_in_steps_is_kept_and_recorded_with_the_loss(
     folder: Path, functions: dict[str, Any]
 ) -> None:
     report = compress(folder, Budget(probe_of_decay(functions, 0.01), 2, in_steps=True))
@@ -263,7 +263,7 @@ def test_a_budget_in_steps_is_kept_and_recorded_beside_the_loss(
     assert "steps of training lost (limit 2)" in ckptz("inspect", folder / "out.ckptz").stdout
 
 
-def test_a_share_of_the_loss_is_also_said_in_steps(folder: Path, functions: dict[str, Any]) -> None:
+def test_a_budget_of_the_loss_is_also_recorded_in_steps(folder: Path, functions: dict[str, Any]) -> None:
     report = compress(folder, Budget(probe_of_decay(functions, 0.01), 0.02))
     loss, steps = report.search.quality
     assert steps.max_drop == pytest.approx(0.02 * abs(loss.exact) / 0.01, rel=1e-6)
@@ -279,7 +279,7 @@ def test_steps_without_a_gain_cannot_be_measured_and_lose_nothing(
 
 
 @pytest.mark.parametrize(("losses", "met"), [((2.0, 2.0, 2.0002), True), ((2.0, 2.1, 2.0), False)])
-def test_noise_above_the_budget_is_said_and_not_taken_for_success(
+def test_noise_above_the_budget_is_reported_and_fails_the_search(
     folder: Path, losses: tuple[float, ...], met: bool
 ) -> None:
     remaining = iter(losses)
@@ -334,7 +334,7 @@ def test_budgets_in_different_units_or_of_different_values_agree() -> None:
     check_consistent(budgets, (loss, loss, accuracy))
 
 
-def test_a_named_metric_is_the_one_that_is_read() -> None:
+def test_a_budget_reads_the_metric_that_it_names() -> None:
     def scores(state: State) -> dict[str, float]:
         return {"loss": 2.0, "perplexity": 7.0, "f1": 0.5}
 
@@ -344,7 +344,7 @@ def test_a_named_metric_is_the_one_that_is_read() -> None:
     assert (measurement.metric, measurement.value, measurement.lower_is_better) == ("f1", 0.5, False)
 
 
-def test_a_plain_number_is_of_a_known_metric() -> None:
+def test_a_plain_number_may_have_any_known_metric() -> None:
     def perplexity(state: State) -> float:
         return 7.0
 
@@ -411,14 +411,14 @@ def test_the_command_keeps_several_budgets(folder: Path) -> None:
         (("--eval", "resume={f}:diverges", "--budget", "1%"), "the resume of the exact tensors is nan"),
     ],
 )
-def test_what_makes_no_sense_exits_with_2(folder: Path, options: tuple[object, ...], message: str) -> None:
+def test_invalid_options_exit_with_2(folder: Path, options: tuple[object, ...], message: str) -> None:
     result = run(folder, *options, fails=True)
     assert result.exit_code == 2
     assert message in result.stderr.replace("\n", " ")
     assert not (folder / "out.ckptz").exists()
 
 
-def test_a_budget_below_the_noise_exits_with_6_and_says_so(folder: Path) -> None:
+def test_a_budget_below_the_noise_exits_with_6_and_a_message(folder: Path) -> None:
     noisy = (
         "import itertools\nN = itertools.count()\ndef resume(state, n_steps):\n    return 2.0 + next(N) % 2\n"
     )

@@ -1,4 +1,4 @@
-"""What a search refuses: invalid budgets, invalid results of evaluations, and values that allow no limit."""
+"""Refusals of a search: invalid budgets, invalid results of evaluations, and values that allow no limit."""
 
 import itertools
 import math

@@ -91,7 +91,7 @@ def test_a_number_uses_the_budget_in_both_directions(
 # --- the grid of settings -----------------------------------------------------------------------
 
 
-def test_the_cube_has_the_papers_configurations() -> None:
+def test_the_grid_has_the_configurations_of_the_paper() -> None:
     assert [len(cube.points) for cube in BOTH] == [216, 216]
     configs = {cube.config(point) for cube in BOTH for point in cube.points}
     assert len(configs) == 432 - 36  # without pruning both metrics give the same configuration
@@ -107,7 +107,7 @@ def test_every_point_is_found_again_from_its_configuration() -> None:
         assert all(cube.point(cube.config(point)) == point for point in cube.points)
 
 
-def test_a_configuration_between_points_becomes_the_milder_one() -> None:
+def test_a_configuration_between_grid_points_becomes_the_finer_one() -> None:
     point = CUBE.point(KMeans(levels=10, embedding_levels=20, prune=0.35, protect=0.004))
     assert CUBE.config(point) == replace(TEMPLATE, levels=12, embedding_levels=32, prune=0.3, protect=0.005)
 
@@ -115,7 +115,7 @@ def test_a_configuration_between_points_becomes_the_milder_one() -> None:
 # --- strategies ---------------------------------------------------------------------------------
 
 
-def test_guided_finds_the_smallest_of_all_with_a_quarter_of_the_trials() -> None:
+def test_guided_finds_the_smallest_file_with_a_quarter_of_the_trials() -> None:
     n_trials = []
     for seed in range(15):
         scene = landscape(seed)
@@ -128,7 +128,7 @@ def test_guided_finds_the_smallest_of_all_with_a_quarter_of_the_trials() -> None
 
 
 @pytest.mark.parametrize(("noise", "least"), [(0.05, 0.9), (0.1, 0.85)])
-def test_noise_and_wrong_predictions_seldom_cost_two_per_cent(noise: float, least: float) -> None:
+def test_noise_and_wrong_predictions_rarely_cost_two_per_cent(noise: float, least: float) -> None:
     scenes = [landscape(seed, noise) for seed in range(20)]
     outcomes = [scene.search(Guided(cubes=(CUBE,), predict=scene.predict)) for scene in scenes]
     excess = np.array([scene.excess(trials) for scene, trials in zip(scenes, outcomes, strict=True)])
@@ -155,7 +155,7 @@ def test_guided_searches_both_prune_metrics_at_once() -> None:
         assert len(outcomes) <= 2 * QUARTER
 
 
-def test_a_search_takes_twenty_trials_at_most_and_the_last_is_the_mildest() -> None:
+def test_a_search_has_a_maximum_of_trials_and_ends_with_the_finest() -> None:
     scene = landscape(0)
     mildest = max(scene.used, key=scene.predict)
     doubtful = replace(scene, used={config: 0.9 if config == mildest else 1.4 for config in scene.used})
@@ -167,7 +167,7 @@ def test_a_search_takes_twenty_trials_at_most_and_the_last_is_the_mildest() -> N
     assert outcomes[-1].is_feasible
 
 
-def test_what_is_milder_than_a_cube_is_tried_where_nothing_in_it_keeps_the_budget() -> None:
+def test_finer_settings_are_tried_if_none_of_the_grid_keeps_the_budget() -> None:
     scene, finer = landscape(0), SPACE.finer(KMeans())
     for n_bad in range(len(finer) + 1):
         used = dict.fromkeys(scene.used, 1.4) | {c: 2.0 if i < n_bad else 0.9 for i, c in enumerate(finer)}
@@ -215,7 +215,7 @@ def test_the_neighbourhood_ends_with_the_first_that_keeps_the_budget() -> None:
         assert scene.smallest is None or outcomes[-1].is_feasible
 
 
-def test_where_the_neighbourhood_has_nothing_guided_takes_over() -> None:
+def test_guided_takes_over_if_the_neighbourhood_finds_nothing() -> None:
     scene = landscape(2)
     parent = CUBE.config((5, 5, 2, 1))
     strict = replace(scene, used={c: 0.5 if CUBE.point(c)[0] == 0 else 3.0 for c in scene.used})
@@ -226,7 +226,7 @@ def test_where_the_neighbourhood_has_nothing_guided_takes_over() -> None:
     assert len(outcomes) == len({outcome.config for outcome in outcomes})
 
 
-def test_a_search_stops_after_the_most_trials() -> None:
+def test_a_search_stops_after_max_trials() -> None:
     scene = landscape(0)
     stages = [Guided(cubes=(CUBE,), predict=scene.predict)]
     assert len(run_stages(stages, lambda config, _: Outcome(config, 2.0, 1), max_trials=3)) == 3
@@ -285,7 +285,7 @@ def test_weights_without_gradients_are_pruned_by_the_same_share_as_the_others() 
     assert np.abs(values[~has_gradient & pruned]).max() <= np.abs(values[~has_gradient & ~pruned]).min()
 
 
-def test_lossless_tensors_count_too() -> None:
+def test_predicted_sizes_include_lossless_tensors() -> None:
     state = sources_of(model(0, moments=True))
     job = WriteJob(tensors=state, config=KMeans(), guides={})
     with prepared(job) as ready:

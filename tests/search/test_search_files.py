@@ -146,7 +146,7 @@ def test_an_interrupt_when_a_trial_is_removed_leaves_the_best_so_far_or_nothing(
     assert not temporary_files(folder)
 
 
-def test_what_is_measured_is_what_the_file_restores_to_and_what_it_records(folder: Path) -> None:
+def test_the_measured_quality_is_that_of_the_restored_file_and_is_recorded(folder: Path) -> None:
     source, output = folder / "step-0.safetensors", folder / "out.ckptz"
     quality, trials = Quality(source), []
     report = search(source, output, quality, on_trial=trials.append)
@@ -205,7 +205,7 @@ def test_tied_weights_of_a_torch_file_keep_all_their_names(folder: Path) -> None
     assert all(state["head.weight"] is state["token.weight"] for state in seen)
 
 
-def test_a_delta_begins_at_its_parents_settings(folder: Path) -> None:
+def test_the_search_for_a_delta_begins_at_the_settings_of_its_base(folder: Path) -> None:
     first = search(folder / "step-0.safetensors", folder / "0.ckptz", Quality(folder / "step-0.safetensors"))
     source = folder / "step-1.safetensors"
     save_plain(model(1, moments=True), source)
@@ -288,7 +288,7 @@ def test_an_interrupted_search_leaves_the_best_so_far_or_nothing(folder: Path, n
     assert not temporary_files(folder)
 
 
-def test_gradients_that_are_missing_for_some_tensors_are_named_once(folder: Path) -> None:
+def test_missing_gradients_of_some_tensors_are_reported_once(folder: Path) -> None:
     state = model(moments=True)
     for name in ("h.0.up.weight", "h.1.attn.weight"):
         del state[f"optimizer.{name}.exp_avg_sq"]
@@ -303,7 +303,7 @@ def test_gradients_that_are_missing_for_some_tensors_are_named_once(folder: Path
     assert sum("no average of gradients" in note for note in report.notes) <= 1
 
 
-def test_pruning_by_sensitivity_prunes_what_matters_least(folder: Path) -> None:
+def test_pruning_by_sensitivity_prunes_the_least_sensitive_weights(folder: Path) -> None:
     options = (
         "--set",
         "prune=0.3",
@@ -374,7 +374,7 @@ def test_rows_without_gradients_are_pruned_by_magnitude_and_not_all(folder: Path
         (("--eval", "{f}/evaluate.py:loss", "--dry-run", "--chain"), "dry run"),
     ],
 )
-def test_what_makes_no_sense_exits_with_2(folder: Path, options: tuple[object, ...], message: str) -> None:
+def test_invalid_options_exit_with_2(folder: Path, options: tuple[object, ...], message: str) -> None:
     (folder / "broken.py").write_text("def loss(state:\n")
     file = {"search": {"method": "kmeans", "config": {"levels": 8, "eval": "evil.py:run"}}}
     (folder / "code.json").write_text(json.dumps({"files": [file]}))

@@ -126,7 +126,7 @@ class _Entry:
 
 @contextmanager
 def unreadable(path: Path, error: Error) -> Iterator[None]:
-    """Let every open of a file fail; its name and its size stay visible."""
+    """Make every open of a file fail; its name and size stay visible."""
     opens = Faults(lambda _, touched: touched == path, error, path.parent)
     with pytest.MonkeyPatch.context() as patch:
         for module in (io, builtins, os):

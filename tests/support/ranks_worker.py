@@ -418,7 +418,7 @@ def killed(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
 
 
 def hung(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
-    """Let the last rank sleep instead of joining the save."""
+    """Make the last rank sleep instead of joining the save."""
     if rank == n_ranks - 1:
         sharded(all_tensors(), n_ranks)
         dist.new_group(backend="gloo", timeout=timedelta(seconds=5))

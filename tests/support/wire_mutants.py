@@ -51,7 +51,7 @@ class Transcript:
 
     @property
     def has_second(self) -> bool:
-        """Whether the second receiver supports the policy."""
+        """True if the second receiver supports the policy."""
         choices = (self.policy.forward, self.policy.backward)
         is_known = all(getattr(c, "scale", "block") == "block" for c in choices)
         return is_known and self.policy.feedback in (None, "ef21")
