@@ -101,7 +101,7 @@ class Saver:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a background writer is running."""
+        """True while a background writer is running."""
         running = self._ckptz._writer._running
         is_writing = running is not None and not running.is_done
         return is_writing or (self._future is not None and not self._future.done())

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ckptz.codec.effort import DEFAULT, Effort
 from ckptz.codec.histogram import Histogram
-from ckptz.codec.rounding_rule import middle_chunk, sampled
+from ckptz.codec.rounding_rule import deciding_elements
 from ckptz.codec.sensitivity import floats_in, floats_of
 from ckptz.format.bits import xxh64_of_parts
 from ckptz.format.dtypes import DType
@@ -116,16 +116,18 @@ class TensorToEncode:
     measured: dict[Bounds, TensorStatistics] = field(default_factory=dict)  # by chunk, shared by its users
 
     def dither_seed(self) -> int:
-        """Return an unused 32-bit dither seed, a hash of `seed` and of a sample of the values.
+        """Return an unused 32-bit dither seed, a hash of `seed` and of the elements that decide on rounding.
 
         Files against one base, such as the pretrained weights, need different seeds: values that the same
         thresholds have rounded before, in a file that was restored, would be rounded with a bias.
         """
         if not self.source.n_patterns:
             return self.seed
-        begin, end = middle_chunk(self.source)
-        sample = self.source.patterns(begin, end)[sampled(begin, end) - begin]
-        return xxh64_of_parts((self.seed.to_bytes(4, "little"), sample)) & 0xFFFFFFFF
+        samples = (
+            self.source.patterns(begin, end)[indices - begin]
+            for (begin, end), indices in deciding_elements(self.source, self.base)
+        )
+        return xxh64_of_parts((self.seed.to_bytes(4, "little"), *samples)) & 0xFFFFFFFF
 
     def statistics(self, bounds: Bounds) -> TensorStatistics:
         """Measure a chunk (begin, end) once, and return its statistics."""

@@ -63,7 +63,7 @@ class Shown:
 
     @property
     def is_tidy(self) -> bool:
-        """Whether the visible cursor is at the start of the line after the output, as a prompt expects."""
+        """True if the visible cursor is at the start of the line after the output, as a prompt expects."""
         cursor = self._screen.cursor
         return not cursor.hidden and (cursor.x, cursor.y) == (0, len(self.lines))
 
@@ -130,7 +130,7 @@ def _be_command(case: Case) -> NoReturn:
 
 
 def _wait_for_ctrl_c() -> None:
-    """Let the first open of a file write a signal for the test to the terminal, and wait."""
+    """Make the first open of a file write a signal for the test to the terminal, and wait."""
     from ckptz.format.byte_source import FileBytes
 
     def open_and_wait(self: FileBytes, path: Any) -> None:
