@@ -1,4 +1,4 @@
-"""Runs of a tensor that has no base share tables by the scale of their values."""
+"""Tensors without a base: runs of elements, such as rows, share frequency tables by scale."""
 
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,14 @@ from ckptz.format.reader import Container
 from ckptz.format.streams import CoderId
 from ckptz.numpy import load_file, save_file
 
-ROWS, COLUMNS = 3000, 384  # more than a chunk, whose end is within a row
+ROWS, COLUMNS = 3000, 384  # two chunks, with their border inside a row
 
 
 def _weights(*, narrow: bool) -> Any:
-    """Rows of two scales; the first half of a narrower type, if asked for."""
+    """Return float32 weights [ROWS, COLUMNS] whose rows have scale 1 or 0.2.
+
+    If `narrow`, the first half of the rows has float16 precision: low mantissa bits are zero.
+    """
     rng = np.random.default_rng(5)
     values = rng.standard_normal((ROWS, COLUMNS)).astype(np.float32)
     values *= np.where(rng.random(ROWS) < 0.5, 1.0, 0.2).astype(np.float32)[:, None]
@@ -28,11 +31,14 @@ def _weights(*, narrow: bool) -> Any:
 
 
 def _rules(path: Path) -> tuple[Any, ...]:
+    """Return the context rules of tensor "w" in a file."""
     return Container(FileBytes(path)).tensors["w"].header.plan.rules
 
 
 @pytest.mark.parametrize("narrow", [False, True])
-def test_rows_of_two_scales_have_tables_of_their_own_and_come_back(tmp_path: Path, narrow: bool) -> None:
+def test_rows_of_two_scales_have_separate_tables_and_are_restored_exactly(
+    tmp_path: Path, narrow: bool
+) -> None:
     values, path = _weights(narrow=narrow), tmp_path / "w.ckptz"
     save_file({"w": values}, path)
     [rule] = _rules(path)
@@ -41,16 +47,17 @@ def test_rows_of_two_scales_have_tables_of_their_own_and_come_back(tmp_path: Pat
     np.testing.assert_array_equal(load_file(path)["w"].view(np.uint32), values.view(np.uint32))
 
 
-def test_contexts_make_a_file_smaller_than_rows_in_any_order_would(tmp_path: Path) -> None:
+def test_contexts_save_one_percent_where_rows_differ_in_scale(tmp_path: Path) -> None:
     values = _weights(narrow=False)
-    mixed = np.random.default_rng(6).permuted(values, axis=0)  # each column by itself: rows are all alike
-    for name, of in (("rows", values), ("mixed", mixed)):
-        save_file({"w": of}, tmp_path / name)
+    # Each column is shuffled separately, so that all rows have the same mixture of scales.
+    mixed = np.random.default_rng(6).permuted(values, axis=0)
+    save_file({"w": values}, tmp_path / "rows")
+    save_file({"w": mixed}, tmp_path / "mixed")
     assert not _rules(tmp_path / "mixed")
     assert (tmp_path / "rows").stat().st_size < 0.99 * (tmp_path / "mixed").stat().st_size
 
 
-def test_tensors_with_more_rows_than_a_frame_may_label_are_read_back(
+def test_tensors_with_more_rows_than_a_frame_may_label_are_restored_exactly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (frame, run_contexts):
@@ -60,9 +67,9 @@ def test_tensors_with_more_rows_than_a_frame_may_label_are_read_back(
     np.testing.assert_array_equal(load_file(path)["w"], values)
 
 
-@pytest.mark.parametrize("n_rest", [0, 128, 384])
-def test_flat_tensors_have_runs_too(tmp_path: Path, n_rest: int) -> None:
-    values, path = _weights(narrow=False).reshape(-1)[: 512 * 768 + n_rest], tmp_path / "w.ckptz"
+@pytest.mark.parametrize("n_remaining", [0, 128, 384])
+def test_one_dimensional_tensors_have_runs_of_512_elements(tmp_path: Path, n_remaining: int) -> None:
+    values, path = _weights(narrow=False).reshape(-1)[: 512 * 768 + n_remaining], tmp_path / "w.ckptz"
     values[: 1 << 16] *= 64
     save_file({"w": values}, path, effort="small")
     [rule] = _rules(path)
@@ -80,7 +87,7 @@ def test_flat_tensors_have_runs_too(tmp_path: Path, n_rest: int) -> None:
         ((1 << 18) + 32, np.float64),
     ],
 )
-def test_lengths_that_no_run_divides_come_back(tmp_path: Path, n: int, dtype: Any) -> None:
+def test_tensors_that_runs_do_not_divide_are_restored_exactly(tmp_path: Path, n: int, dtype: Any) -> None:
     values = (np.random.default_rng(n).standard_normal(n) * np.repeat([1, 64], [n // 3, n - n // 3])).astype(
         dtype
     )
@@ -93,7 +100,7 @@ def test_lengths_that_no_run_divides_come_back(tmp_path: Path, n: int, dtype: An
     ("scale", "effort", "has_contexts"),
     [(1.5, "default", False), (1.5, "small", True), (8, "default", True), (8, "fast", False)],
 )
-def test_contexts_of_scale_are_used_where_they_save_what_the_effort_asks_for(
+def test_contexts_by_scale_are_used_if_they_save_the_share_that_the_effort_requires(
     tmp_path: Path, scale: float, effort: Any, has_contexts: bool
 ) -> None:
     values = np.random.default_rng(3).standard_normal((1024, 512)).astype(np.float32)
@@ -104,14 +111,16 @@ def test_contexts_of_scale_are_used_where_they_save_what_the_effort_asks_for(
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.uint64])
-def test_random_low_bytes_of_a_delta_are_stored_beside_high_ones_with_contexts(
+def test_random_low_bytes_of_a_delta_are_stored_and_its_high_bytes_have_contexts(
     tmp_path: Path, dtype: type
 ) -> None:
-    rng, high = np.random.default_rng(7), 8 * np.dtype(dtype).itemsize - 8
-    before = rng.integers(1 << (high + 2), 1 << (high + 6), 30_000, dtype)
-    before[::2] >>= dtype(3)  # larger values move further
-    moves = rng.integers(0, 1 << high, len(before), dtype) + (before >> dtype(high + 2) << dtype(high))
-    after = np.where(rng.random(len(before)) < 0.5, before + moves, before - moves)
+    rng, n_low_bits = np.random.default_rng(7), 8 * np.dtype(dtype).itemsize - 8
+    before = rng.integers(1 << (n_low_bits + 2), 1 << (n_low_bits + 6), 30_000, dtype)
+    before[::2] >>= dtype(3)
+    # The high byte of a change grows with the value, so contexts by magnitude save bytes.
+    changes = before >> dtype(n_low_bits + 2) << dtype(n_low_bits)
+    changes += rng.integers(0, 1 << n_low_bits, len(before), dtype)
+    after = np.where(rng.random(len(before)) < 0.5, before + changes, before - changes)
     save_file({"w": before}, tmp_path / "a.ckptz")
     save_file({"w": after}, tmp_path / "b.ckptz", base=tmp_path / "a.ckptz")
     header = Container(FileBytes(tmp_path / "b.ckptz")).tensors["w"].header

@@ -1,4 +1,4 @@
-"""Efforts write other bytes of the same values, and every reader reads them without being told."""
+"""Efforts: the same values in different bytes, which every reader decodes without knowing the effort."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +26,7 @@ State = dict[str, np.ndarray[Any, Any]]
 
 
 def state(step: int = 0) -> State:
-    """Weights of 2 and 4 bytes that training moves a little, and a tensor too small for a Huffman stream."""
+    """Return float16 and float32 weights that move by 1e-5 per step, one too small for Huffman codes."""
     rng = np.random.default_rng(7)
     values = 0.02 * rng.standard_normal((96, 160)) + step * 1e-5 * rng.standard_normal((96, 160))
     return {
@@ -36,8 +36,8 @@ def state(step: int = 0) -> State:
     }
 
 
-def files(folder: Path, effort: EffortName) -> list[Path]:
-    """A full file and a delta."""
+def write_files(folder: Path, effort: EffortName) -> list[Path]:
+    """Write a full file and a delta, and return their paths."""
     paths = [folder / f"{effort}-{step}.ckptz" for step in range(2)]
     for step, path in enumerate(paths):
         save_file(state(step), path, base=paths[0] if step else None, effort=effort)
@@ -45,43 +45,43 @@ def files(folder: Path, effort: EffortName) -> list[Path]:
 
 
 def coders(path: Path) -> set[int]:
-    """Coders of the streams of all chunks of a file."""
+    """Return the coders of all streams in a file."""
     checkpoint = open_checkpoint(path)
     headers = [source.header for source in checkpoint.container.tensors.values()]
     checkpoint.close()
     return {stream.coder for header in headers for chunk in header.chunks for stream in chunk.streams}
 
 
-def equal(found: State, expected: State) -> bool:
-    return found.keys() == expected.keys() and all(
-        found[name].tobytes() == tensor.tobytes() for name, tensor in expected.items()
+def equal(tensors: State, expected: State) -> bool:
+    return tensors.keys() == expected.keys() and all(
+        tensors[name].tobytes() == tensor.tobytes() for name, tensor in expected.items()
     )
 
 
 def test_fast_files_are_larger_and_only_huffman_streams_need_version_1_2(tmp_path: Path) -> None:
-    made = {effort: files(tmp_path, effort) for effort in EFFORTS}
+    paths = {effort: write_files(tmp_path, effort) for effort in EFFORTS}
     for step in range(2):
-        small, default, fast = (made[effort][step].stat().st_size for effort in ("small", "default", "fast"))
+        small, default, fast = (paths[effort][step].stat().st_size for effort in ("small", "default", "fast"))
         assert small < fast
         assert default < fast
-    for path in made["fast"]:
+    for path in paths["fast"]:
         assert CoderId.HUFFMAN in coders(path)
         assert inspect(path).format_version == "1.2"
-    for path in made["small"]:
+    for path in paths["small"]:
         assert CoderId.HUFFMAN not in coders(path)
         assert inspect(path).format_version == "1.0"
 
 
-def test_a_fast_file_without_huffman_streams_is_of_version_1_0() -> None:
-    ones = save({"w": np.ones((80, 80), np.float32)}, effort="fast")
-    assert b'"ckptz.version":"1.0"' in ones
-    assert b"huffman" not in ones
+def test_a_fast_file_without_huffman_streams_has_version_1_0() -> None:
+    file = save({"w": np.ones((80, 80), np.float32)}, effort="fast")
+    assert b'"ckptz.version":"1.0"' in file
+    assert b"huffman" not in file
 
 
 def test_fast_deltas_are_ordered_differences_without_contexts(tmp_path: Path) -> None:
     plans = {}
     for effort in EFFORTS:
-        checkpoint = open_checkpoint(files(tmp_path, effort)[1])
+        checkpoint = open_checkpoint(write_files(tmp_path, effort)[1])
         plans[effort] = checkpoint.container.tensors["single"].header.plan
         checkpoint.close()
     assert plans["fast"].mode is PlaneMode.DIFFERENCE
@@ -90,7 +90,7 @@ def test_fast_deltas_are_ordered_differences_without_contexts(tmp_path: Path) ->
 
 
 def moments(step: int) -> State:
-    """Adam's moments: all first ones are new, second ones moved by a third of an octave."""
+    """Return Adam's moments: between steps, first ones are independent and second ones move 1/3 octave."""
     rng = np.random.default_rng(5)
     levels = -24 + 2 * rng.standard_normal((256, 1)) + 1.2 * rng.standard_normal((256, 192))
     rng = np.random.default_rng(step)
@@ -100,30 +100,30 @@ def moments(step: int) -> State:
 
 
 @pytest.mark.parametrize("effort", ["default", "small"])
-def test_a_base_and_contexts_that_do_not_pay_are_not_used(tmp_path: Path, effort: EffortName) -> None:
+def test_a_base_and_contexts_that_save_too_little_are_not_used(tmp_path: Path, effort: EffortName) -> None:
     base, path = tmp_path / "0.ckptz", tmp_path / "1.ckptz"
     save_file(moments(0), base)
     save_file(moments(1), path, base=base, effort=effort)
     checkpoint = open_checkpoint(path)
     plans = {name: source.header.plan for name, source in checkpoint.container.tensors.items()}
     checkpoint.close()
-    # A sample of the first moments has so few codes in each context that they seem to save more than they do.
+    # Contexts seem to save bytes on a sample of the first moments, because each has few of its codes.
     assert not plans["first"].needs_base
     assert plans["second"].needs_base
-    assert bool(plans["second"].rules) == (effort == "small")  # they save less than 1 %
+    assert bool(plans["second"].rules) == (effort == "small")  # contexts save less than 1 %
 
 
 def test_a_fast_delta_is_applied_in_place(tmp_path: Path) -> None:
-    paths = files(tmp_path, "fast")
+    paths = write_files(tmp_path, "fast")
     live = {name: torch.from_numpy(tensor) for name, tensor in state().items()}
     apply_(live, paths[1].read_bytes())
     assert equal({name: tensor.numpy() for name, tensor in live.items()}, state(1))
 
 
-def test_a_rebased_file_requires_huffman_for_the_frames_that_it_copies_alone(tmp_path: Path) -> None:
-    paths = files(tmp_path, "fast")
-    rebase(paths[1], tmp_path / "alone.ckptz")  # lossless tensors are encoded anew
-    assert inspect(tmp_path / "alone.ckptz").format_version == "1.0"
+def test_a_rebased_file_requires_huffman_only_for_frames_that_it_copies(tmp_path: Path) -> None:
+    paths = write_files(tmp_path, "fast")
+    rebase(paths[1], tmp_path / "rebased.ckptz")  # lossless tensors are encoded again, without Huffman
+    assert inspect(tmp_path / "rebased.ckptz").format_version == "1.0"
     config = KMeans(levels=12)
     for step, path in enumerate(paths):
         save_file(state(step), path, config=config, base=paths[0] if step else None, effort="fast")
@@ -134,7 +134,7 @@ def test_a_rebased_file_requires_huffman_for_the_frames_that_it_copies_alone(tmp
     assert equal(load_file(tmp_path / "inline.ckptz"), expected)
 
 
-def test_two_ways_of_one_effort_write_the_same_bytes(tmp_path: Path) -> None:
+def test_the_command_line_and_python_functions_write_the_same_bytes(tmp_path: Path) -> None:
     plain = tmp_path / "w.safetensors"
     ckptz.numpy.save_file(state(), tmp_path / "w.ckptz", effort="fast")
     command("restore", tmp_path / "w.ckptz", "-o", plain)

@@ -1,4 +1,4 @@
-"""Grids: steps that follow sensitivity, closed-loop deltas, and what is refused."""
+"""The grid method: steps by sensitivity, levels, deltas, and weights or second moments that it cannot use."""
 
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ WEIGHTS_ONLY = Grid(moments=None)
 
 
 def test_the_largest_step_shrinks_with_steps_below_the_reference() -> None:
-    sensitivity = np.array([1.0, 1e-12])  # the second row is that of a rare word
+    sensitivity = np.array([1.0, 1e-12])  # the second row is like that of a rare token
     largest = row_steps(1.0, 1.0, sensitivity, 1.0).steps.max()
     assert SPREAD_CAP / 2**0.5 <= largest <= SPREAD_CAP  # steps are half octaves apart
     for step in (0.35, 0.05):
@@ -48,65 +48,65 @@ def test_the_largest_step_shrinks_with_steps_below_the_reference() -> None:
 def test_steps_are_proportional_to_the_root_of_sensitivity_within_a_quarter_octave() -> None:
     sensitivity = np.exp(np.random.default_rng(0).normal(size=300))
     rows = row_steps(1.0, 1.0, sensitivity, 1.0)
-    wanted = REFERENCE_NOISE / np.sqrt(sensitivity)
-    chosen = rows.steps[rows.labels]
-    np.testing.assert_array_less(np.abs(np.log2(chosen / wanted)), 0.2501)
+    ideal = REFERENCE_NOISE / np.sqrt(sensitivity)
+    np.testing.assert_array_less(np.abs(np.log2(rows.steps[rows.labels] / ideal)), 0.2501)
     np.testing.assert_allclose(np.log2(rows.steps / rows.steps[0]) * 2 % 1, 0, atol=1e-9)
 
 
 @pytest.mark.parametrize("factor", [0.3, 1.7, 100.0])
-def test_steps_follow_the_multiple_and_the_scale_of_weights_and_not_that_of_gradients(factor: float) -> None:
+def test_steps_scale_with_their_multiplier_and_the_weights_but_not_with_gradients(factor: float) -> None:
     sensitivity = np.exp(np.random.default_rng(0).normal(size=50))
-    one = row_steps(0.01, 1.0, sensitivity, 1.0)
-    for other in (
+    rows = row_steps(0.01, 1.0, sensitivity, 1.0)
+    for scaled_rows in (
         row_steps(0.01 * factor, 1.0, sensitivity, 1.0),
         row_steps(0.01, factor, sensitivity, factor**2),
         row_steps(0.01, factor, sensitivity * factor**4, factor**6),
     ):
-        expected = one.steps[one.labels] * factor
-        np.testing.assert_allclose(other.steps[other.labels], expected, rtol=1e-9)
+        expected = rows.steps[rows.labels] * factor
+        np.testing.assert_allclose(scaled_rows.steps[scaled_rows.labels], expected, rtol=1e-9)
 
 
-def test_the_step_of_equally_sensitive_weights_is_that_of_the_spread() -> None:
+def test_equally_sensitive_weights_get_the_same_step_as_weights_without_sensitivity() -> None:
     spread, sensitivity = 0.02, np.full(10, 3e-7)
     guided = row_steps(0.7, spread, sensitivity, 3e-7 * spread**2)
-    plain = row_steps(0.7, spread, None, None)
-    np.testing.assert_allclose(guided.steps, plain.steps)
-    np.testing.assert_allclose(plain.steps, [0.7 * REFERENCE_NOISE * spread])
+    unguided = row_steps(0.7, spread, None, None)
+    np.testing.assert_allclose(guided.steps, unguided.steps)
+    np.testing.assert_allclose(unguided.steps, [0.7 * REFERENCE_NOISE * spread])
 
 
-def test_rows_with_hardly_a_gradient_get_the_largest_step_and_no_more() -> None:
+def test_rows_with_tiny_gradients_get_the_largest_step() -> None:
     sensitivity = np.array([1e-300, 1e-12, 1.0, 1e30])
     rows = row_steps(1.0, 0.5, sensitivity, 0.25)
-    chosen = rows.steps[rows.labels]
-    assert (chosen > 0).all()
-    assert chosen.max() <= SPREAD_CAP * 0.5
-    assert chosen[0] == chosen[1] == chosen.max() > SPREAD_CAP * 0.5 / 1.42
+    steps = rows.steps[rows.labels]
+    assert (steps > 0).all()
+    assert steps.max() <= SPREAD_CAP * 0.5
+    assert steps[0] == steps[1] == steps.max() > SPREAD_CAP * 0.5 / 1.42
     assert len(rows.steps) <= MAX_ROW_CLASSES
 
 
-def test_rows_that_never_had_a_gradient_get_the_step_of_weights_of_which_nothing_is_known() -> None:
+def test_rows_without_gradients_get_the_step_of_weights_without_sensitivity() -> None:
     for step in (0.25, 1.0, 20.0):
         rows = row_steps(step, 0.5, np.array([0, 1e-12, 1.0, 0]), 0.25)
-        [unknown] = row_steps(step, 0.5, np.zeros(4), 0.25).steps
-        assert unknown == min(step * REFERENCE_NOISE, SPREAD_CAP) * 0.5
-        np.testing.assert_allclose(rows.steps[rows.labels][[0, 3]], unknown)
+        [unguided_step] = row_steps(step, 0.5, np.zeros(4), 0.25).steps
+        assert unguided_step == min(step * REFERENCE_NOISE, SPREAD_CAP) * 0.5
+        np.testing.assert_allclose(rows.steps[rows.labels][[0, 3]], unguided_step)
 
 
-def grid_codes(scaled: Array, dead_zone: float, most: int = 127) -> Array:
-    """Codes of values in steps, as columns are rounded."""
-    nothing = np.zeros((1, len(scaled)), np.uint8), np.zeros((1, 256), np.float32)
-    return ColumnGrid(np.ones((1, 1), np.float32), *nothing, dead_zone, most).round(0, scaled, scaled)[0]
+def grid_codes(scaled: Array, dead_zone: float, max_magnitude: int = 127) -> Array:
+    """Round values [n] in units of grid steps to codes, uint8 [n], as `ColumnGrid` does."""
+    steps, labels = np.ones((1, 1), np.float32), np.zeros((1, len(scaled)), np.uint8)
+    grid = ColumnGrid(steps, labels, np.zeros((1, 256), np.float32), dead_zone, max_magnitude)
+    return grid.round(0, scaled, scaled)[0]
 
 
-def test_codes_are_numbered_by_magnitude_and_the_dead_zone_widens_zero_alone() -> None:
+def test_codes_are_numbered_by_magnitude_and_the_dead_zone_only_widens_zero() -> None:
     scaled = np.array([0, 0.49, 0.51, -0.51, 0.69, -0.71, 1.4, 1.6, -1.6, 5.6, -300, np.inf], np.float32)
     np.testing.assert_array_equal(grid_codes(scaled, 0.0, 5), [0, 0, 1, 2, 1, 2, 1, 3, 4, *[ESCAPE] * 3])
     np.testing.assert_array_equal(grid_codes(scaled, 0.2, 5), [0, 0, 0, 0, 0, 2, 1, 3, 4, *[ESCAPE] * 3])
     assert grid_codes(np.array([127.2, -127.2], np.float32), 0.0).tolist() == [253, 254]
 
 
-def test_levels_are_centroids() -> None:
+def test_levels_are_mean_magnitudes_of_their_codes() -> None:
     rng = np.random.default_rng(0)
     steps, values = np.array([0.1, 1.0]), rng.laplace(size=(2, 4000))
     values[0] *= 0.1
@@ -136,7 +136,10 @@ def test_rare_outliers_escape_and_common_ones_have_levels() -> None:
 
 
 def state(step: int = 0, seed: int = 0) -> dict[str, Array]:
-    """A small model in training with second moments; rows 0 to 7 of `up` hardly matter."""
+    """Return a small model after some training steps, with second moments.
+
+    Rows 0 to 7 of WEIGHT have 1000 times smaller second moments than the others.
+    """
     rng, drift = np.random.default_rng(seed), np.random.default_rng(seed + 1)
     tensors = {
         "model.token.weight": rng.standard_normal((96, 64)) * 0.02,
@@ -146,30 +149,32 @@ def state(step: int = 0, seed: int = 0) -> dict[str, Array]:
     for _ in range(step):
         for value in tensors.values():
             value += 0.04 * value.std() * drift.laplace(size=value.shape)
-    found = {name: value.astype(np.float32) for name, value in tensors.items()}
-    sensitive = np.ones((128, 1))
-    sensitive[:8] = 1e-3
-    moments = (rng.standard_normal((128, 96)) ** 2 * 1e-8 * sensitive).astype(np.float32)
-    return found | {MOMENT: moments}
+    row_scales = np.ones((128, 1))
+    row_scales[:8] = 1e-3
+    tensors[MOMENT] = rng.standard_normal((128, 96)) ** 2 * 1e-8 * row_scales
+    return {name: value.astype(np.float32) for name, value in tensors.items()}
 
 
 def weights_of(tensors: dict[str, Array]) -> dict[str, Array]:
     return {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
 
 
-def written(folder: Path, step: int = 0, name: str = "step", **changes: Array) -> Path:
+def write_step(folder: Path, step: int = 0, name: str = "step", **changes: Array) -> Path:
+    """Write a state as a safetensors file, with some tensors replaced by `changes`, and return its path."""
     path = folder / f"{name}-{step}.safetensors"
     save_plain({**state(step), **changes}, path)
     return path
 
 
-def saved(folder: Path, tensors: dict[str, Array], config: Grid = WEIGHTS_ONLY) -> dict[str, Array]:
+def save_and_load(folder: Path, tensors: dict[str, Array], config: Grid = WEIGHTS_ONLY) -> dict[str, Array]:
     save_file(tensors, folder / "a.ckptz", config=config)
     return load_file(folder / "a.ckptz")
 
 
-def test_the_file_says_how_and_the_note_says_uncalibrated(tmp_path: Path) -> None:
-    source, out = written(tmp_path), tmp_path / "out.ckptz"
+def test_a_file_records_its_settings_and_errors_and_a_note_reports_missing_calibration(
+    tmp_path: Path,
+) -> None:
+    source, out = write_step(tmp_path), tmp_path / "out.ckptz"
     save_plain(weights_of(state()), source)
     options = ("--method", "grid", *sets(step=1.5, dead_zone=0.25))
     run = ckptz("compress", source, "-o", out, *options)
@@ -184,10 +189,10 @@ def test_the_file_says_how_and_the_note_says_uncalibrated(tmp_path: Path) -> Non
     ckptz("verify", out, "--against", source)
 
 
-def test_smaller_steps_lose_less_and_take_more(tmp_path: Path) -> None:
+def test_smaller_steps_have_smaller_errors_and_larger_files(tmp_path: Path) -> None:
     errors, sizes = [], []
     for step in (0.1, 0.5, 2.0, 8.0):
-        restored = saved(tmp_path, weights_of(state()), Grid(step=step, moments=None))
+        restored = save_and_load(tmp_path, weights_of(state()), Grid(step=step, moments=None))
         errors.append(relative_error(restored[WEIGHT], state()[WEIGHT]))
         sizes.append((tmp_path / "a.ckptz").stat().st_size)
     assert errors == sorted(errors)
@@ -195,25 +200,25 @@ def test_smaller_steps_lose_less_and_take_more(tmp_path: Path) -> None:
     assert errors[0] < 0.02
 
 
-def test_second_moments_in_the_file_give_insensitive_rows_larger_errors(tmp_path: Path) -> None:
+def test_second_moments_in_the_file_make_errors_of_insensitive_rows_larger(tmp_path: Path) -> None:
     exact = state()[WEIGHT]
-    error = np.abs(saved(tmp_path, state())[WEIGHT] - exact)
-    alone = np.abs(saved(tmp_path, weights_of(state()))[WEIGHT] - exact)
-    assert error[:8].mean() > 2 * error[8:].mean()
-    assert alone[:8].mean() < 1.2 * alone[8:].mean()
+    guided_error = np.abs(save_and_load(tmp_path, state())[WEIGHT] - exact)
+    unguided_error = np.abs(save_and_load(tmp_path, weights_of(state()))[WEIGHT] - exact)
+    assert guided_error[:8].mean() > 2 * guided_error[8:].mean()
+    assert unguided_error[:8].mean() < 1.2 * unguided_error[8:].mean()
 
 
-def test_an_optimizer_may_be_read_without_being_stored(tmp_path: Path) -> None:
-    whole, bare = written(tmp_path), tmp_path / "bare.safetensors"
-    save_plain(weights_of(state()), bare)
-    ckptz("compress", bare, "--method", "grid", "--set", f"guide.moments_from={whole}")
-    restored = load_file(tmp_path / "bare.ckptz")
+def test_second_moments_may_come_from_another_file(tmp_path: Path) -> None:
+    full_state, weights = write_step(tmp_path), tmp_path / "weights.safetensors"
+    save_plain(weights_of(state()), weights)
+    ckptz("compress", weights, "--method", "grid", "--set", f"guide.moments_from={full_state}")
+    restored = load_file(tmp_path / "weights.ckptz")
     assert MOMENT not in restored
-    shipped = saved(tmp_path, state(), Grid(purpose="ship"))[WEIGHT]
+    shipped = save_and_load(tmp_path, state(), Grid(purpose="ship"))[WEIGHT]
     np.testing.assert_array_equal(restored[WEIGHT], shipped)
 
 
-def test_the_optimizer_may_be_a_torch_file_with_numbered_parameters(tmp_path: Path) -> None:
+def test_second_moments_may_come_from_a_torch_file_with_numbered_parameters(tmp_path: Path) -> None:
     tensors = state()
     weights = {name: tensors[name] for name in ("model.token.weight", WEIGHT)}
     moments = {0: np.full((96, 64), 1e-9, np.float32), 1: tensors[MOMENT]}
@@ -228,9 +233,10 @@ def test_the_optimizer_may_be_a_torch_file_with_numbered_parameters(tmp_path: Pa
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("config", [WEIGHTS_ONLY, KMeans(levels=16, protect=0.0)], ids=["grid", "kmeans"])
-def test_each_float_type_keeps_its_type(tmp_path: Path, config: Method, dtype: torch.dtype) -> None:
+def test_restored_weights_have_their_float_dtype(tmp_path: Path, config: Method, dtype: torch.dtype) -> None:
     first, second = (
-        {n: torch.from_numpy(t).to(dtype) for n, t in weights_of(state(s)).items()} for s in (0, 1)
+        {name: torch.from_numpy(tensor).to(dtype) for name, tensor in weights_of(state(step)).items()}
+        for step in (0, 1)
     )
     save_torch(first, tmp_path / "a.ckptz", config=config)
     save_torch(second, tmp_path / "b.ckptz", config=config, base=tmp_path / "a.ckptz")
@@ -241,7 +247,7 @@ def test_each_float_type_keeps_its_type(tmp_path: Path, config: Method, dtype: t
 
 
 def test_errors_do_not_add_up_over_a_chain(tmp_path: Path) -> None:
-    paths = [written(tmp_path, step) for step in range(6)]
+    paths = [write_step(tmp_path, step) for step in range(6)]
     ckptz("compress", *paths, "--chain", "-o", tmp_path / "run", "--method", "grid", *sets(step=2))
     errors, bits = [], []
     for step, path in enumerate(paths):
@@ -254,41 +260,41 @@ def test_errors_do_not_add_up_over_a_chain(tmp_path: Path) -> None:
     assert tensors_in(tmp_path / "run" / "step-5.ckptz")[WEIGHT]["predictor"] == "base"
 
 
-@pytest.mark.parametrize("kind", ["plain", "lossless", "kmeans", "grid"])
-def test_the_base_may_be_stored_in_any_way(tmp_path: Path, kind: str) -> None:
-    first, second = written(tmp_path, 0), written(tmp_path, 1)
+@pytest.mark.parametrize("method", ["plain", "lossless", "kmeans", "grid"])
+def test_the_base_may_be_plain_or_compressed_by_any_method(tmp_path: Path, method: str) -> None:
+    first, second = write_step(tmp_path, 0), write_step(tmp_path, 1)
     base = first
-    if kind != "plain":
+    if method != "plain":
         base = tmp_path / "base.ckptz"
-        ckptz("compress", first, "-o", base, "--method", kind)
+        ckptz("compress", first, "-o", base, "--method", method)
     ckptz("compress", second, "--base", base, "--method", "grid")
-    found = tmp_path / "step-1.ckptz"
-    assert tensors_in(found)[WEIGHT]["predictor"] == "base"
-    assert relative_error(load_file(found)[WEIGHT], state(1)[WEIGHT]) < 0.25
-    ckptz("verify", found, "--against", second)
+    delta = tmp_path / "step-1.ckptz"
+    assert tensors_in(delta)[WEIGHT]["predictor"] == "base"
+    assert relative_error(load_file(delta)[WEIGHT], state(1)[WEIGHT]) < 0.25
+    ckptz("verify", delta, "--against", second)
 
 
-def test_a_base_of_other_weights_is_not_used(tmp_path: Path) -> None:
-    first = written(tmp_path, name="other", **weights_of(state(seed=7)))
-    ckptz("compress", first, "--method", "grid")
-    ckptz("compress", written(tmp_path), "--base", tmp_path / "other-0.ckptz", "--method", "grid")
+def test_a_base_of_unrelated_weights_is_not_used(tmp_path: Path) -> None:
+    unrelated = write_step(tmp_path, name="other", **weights_of(state(seed=7)))
+    ckptz("compress", unrelated, "--method", "grid")
+    ckptz("compress", write_step(tmp_path), "--base", tmp_path / "other-0.ckptz", "--method", "grid")
     assert tensors_in(tmp_path / "step-0.ckptz")[WEIGHT]["predictor"] == "zero"
 
 
-def test_weights_need_no_optimizer_to_be_read(tmp_path: Path) -> None:
+def test_weights_are_decoded_without_the_second_moments_that_guided_them(tmp_path: Path) -> None:
     path = tmp_path / "a.ckptz"
     save_file(state(), path, config=WEIGHTS_ONLY)
-    whole, frame = load_file(path), load_plain(path)[MOMENT].tobytes()
-    path.write_bytes(path.read_bytes().replace(frame, bytes(len(frame))))
+    restored, moment_frame = load_file(path), load_plain(path)[MOMENT].tobytes()
+    path.write_bytes(path.read_bytes().replace(moment_frame, bytes(len(moment_frame))))
     with safe_open(path, framework="numpy") as file:
-        np.testing.assert_array_equal(file.get_tensor(WEIGHT), whole[WEIGHT])
+        np.testing.assert_array_equal(file.get_tensor(WEIGHT), restored[WEIGHT])
         with pytest.raises(FormatError):
             file.get_tensor(MOMENT)
 
 
-def test_tensors_of_several_chunks(tmp_path: Path) -> None:
+def test_weights_of_two_chunks_have_small_errors_in_full_files_and_deltas(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
-    shape = (1040, 1030)  # a row reaches over the border of a chunk
+    shape = (1040, 1030)  # the border of the chunks is inside a row
     first = (rng.laplace(size=shape) * 0.02).astype(np.float32)
     second = first + (rng.laplace(size=shape) * 0.001).astype(np.float32)
     moments = (np.exp(rng.normal(size=(1040, 1))) * np.ones(shape)).astype(np.float32)
@@ -300,50 +306,53 @@ def test_tensors_of_several_chunks(tmp_path: Path) -> None:
         assert tensors_in(path)[WEIGHT]["n_chunks"] == 2
 
 
-def test_outliers_are_kept_beside_the_codes(tmp_path: Path) -> None:
+def test_outliers_are_stored_exactly(tmp_path: Path) -> None:
     tensors = weights_of(state())
     tensors[WEIGHT][3, 5], tensors[WEIGHT][9, 9] = 50, -1e4
-    restored = saved(tmp_path, tensors, Grid(step=0.01, moments=None))
+    restored = save_and_load(tmp_path, tensors, Grid(step=0.01, moments=None))
     assert restored[WEIGHT][9, 9] == -1e4
     assert tensors_in(tmp_path / "a.ckptz")[WEIGHT]["lossy"]["n_protected"] >= 2
-    few = np.full((64, 64), 0.375, np.float32)
-    np.testing.assert_allclose(saved(tmp_path, {"one": few})["one"], few, rtol=0.2)
 
 
-def test_short_rows_and_odd_shapes(tmp_path: Path) -> None:
+def test_weights_of_a_single_value_have_small_errors(tmp_path: Path) -> None:
+    constant = np.full((64, 64), 0.375, np.float32)
+    np.testing.assert_allclose(save_and_load(tmp_path, {"one": constant})["one"], constant, rtol=0.2)
+
+
+def test_weights_with_short_rows_or_extreme_shapes_have_small_errors(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     for shape in ((512, 1, 3, 3), (1, 5000), (5000, 1), (64, 3, 5, 7)):
         weight = rng.standard_normal(shape).astype(np.float32)
         moments = (np.exp(rng.normal(size=shape))).astype(np.float32)
-        restored = saved(tmp_path, {WEIGHT: weight, MOMENT: moments})
+        restored = save_and_load(tmp_path, {WEIGHT: weight, MOMENT: moments})
         assert relative_error(restored[WEIGHT], weight) < 0.3, shape
 
 
-# --- what cannot be, or cannot guide ------------------------------------------------------------
+# --- weights and second moments that cannot be used ---------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("method", "value", "says"),
+    ("method", "value", "message"),
     [
         *((name, value, "NaN or infinity") for name in ("grid", "kmeans") for value in (np.nan, np.inf)),
         ("grid", 3e38, "near the limit of F32"),
     ],
 )
-def test_weights_that_no_levels_fit_stay_lossless_and_are_named(
-    tmp_path: Path, method: str, value: float, says: str
+def test_weights_with_values_beyond_all_levels_stay_lossless_and_are_named(
+    tmp_path: Path, method: str, value: float, message: str
 ) -> None:
     tensor = state()[WEIGHT]
     tensor[1, 1] = value
-    run = ckptz("compress", written(tmp_path, **{WEIGHT: tensor}), "--method", method)
+    run = ckptz("compress", write_step(tmp_path, **{WEIGHT: tensor}), "--method", method)
     assert f"'{WEIGHT}'" in run.stderr
-    assert says in run.stderr
+    assert message in run.stderr
     np.testing.assert_array_equal(load_file(tmp_path / "step-0.ckptz")[WEIGHT], tensor)
 
 
-def test_a_base_that_is_not_finite_is_no_base_for_a_grid(tmp_path: Path) -> None:
+def test_weights_whose_base_is_not_finite_stay_lossless_and_are_named(tmp_path: Path) -> None:
     tensor = state()[WEIGHT]
     tensor[1, 1] = np.inf
-    first, second = written(tmp_path, 0, **{WEIGHT: tensor}), written(tmp_path, 1)
+    first, second = write_step(tmp_path, 0, **{WEIGHT: tensor}), write_step(tmp_path, 1)
     run = ckptz("compress", second, "--base", first, "--method", "grid")
     assert f"'{WEIGHT}'" in run.stderr
     np.testing.assert_array_equal(load_file(tmp_path / "step-1.ckptz")[WEIGHT], state(1)[WEIGHT])
@@ -352,57 +361,52 @@ def test_a_base_that_is_not_finite_is_no_base_for_a_grid(tmp_path: Path) -> None
 @pytest.mark.parametrize("scale", [0.0, 1e-36])
 def test_weights_too_small_for_a_grid_stay_lossless(tmp_path: Path, scale: float) -> None:
     tensors = {WEIGHT: state()[WEIGHT] * np.float32(scale)}
-    np.testing.assert_array_equal(saved(tmp_path, tensors)[WEIGHT], tensors[WEIGHT])
+    np.testing.assert_array_equal(save_and_load(tmp_path, tensors)[WEIGHT], tensors[WEIGHT])
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -1.0])
-def test_second_moments_that_cannot_be_leave_the_weight_lossless(tmp_path: Path, value: float) -> None:
+def test_weights_with_invalid_second_moments_stay_lossless_and_are_named(
+    tmp_path: Path, value: float
+) -> None:
     moments = state()[MOMENT]
     moments[5, 5] = value
-    run = ckptz("compress", written(tmp_path, **{MOMENT: moments}), "--method", "grid")
+    run = ckptz("compress", write_step(tmp_path, **{MOMENT: moments}), "--method", "grid")
     assert f"'{WEIGHT}'" in run.stderr
     assert "second moments" in run.stderr
     np.testing.assert_array_equal(load_file(tmp_path / "step-0.ckptz")[WEIGHT], state()[WEIGHT])
 
 
 @pytest.mark.parametrize("rows", [slice(0, 64), slice(None)])
-def test_rows_that_never_had_gradients_are_coarse_but_kept(tmp_path: Path, rows: slice) -> None:
+def test_rows_without_gradients_are_not_rounded_to_zero(tmp_path: Path, rows: slice) -> None:
     moments = state()[MOMENT]
     moments[rows] = 0
-    restored = saved(tmp_path, {**state(), MOMENT: moments})[WEIGHT]
+    restored = save_and_load(tmp_path, {**state(), MOMENT: moments})[WEIGHT]
     assert relative_error(restored[64:], state()[WEIGHT][64:]) < 0.25
     assert relative_error(restored[rows], state()[WEIGHT][rows]) < 1
 
 
-def test_second_moments_of_another_shape_guide_nothing(tmp_path: Path) -> None:
-    run = ckptz("compress", written(tmp_path, **{MOMENT: state()[MOMENT].T.copy()}), "--method", "grid")
+def test_second_moments_of_another_shape_are_not_used(tmp_path: Path) -> None:
+    run = ckptz("compress", write_step(tmp_path, **{MOMENT: state()[MOMENT].T.copy()}), "--method", "grid")
     assert f"another shape or type, which are not used, first '{WEIGHT}'" in run.stderr
-    alone = saved(tmp_path, weights_of(state()), Grid(purpose="resume"))[WEIGHT]
-    np.testing.assert_array_equal(load_file(tmp_path / "step-0.ckptz")[WEIGHT], alone)
+    unguided = save_and_load(tmp_path, weights_of(state()), Grid(purpose="resume"))[WEIGHT]
+    np.testing.assert_array_equal(load_file(tmp_path / "step-0.ckptz")[WEIGHT], unguided)
 
 
 @pytest.mark.parametrize(
-    ("moments", "says"),
+    ("moments", "message"),
     [
         ({MOMENT: state()[MOMENT].T.copy()}, "the weight has shape [128, 96]"),
         ({"optimizer.other.exp_avg_sq": state()[MOMENT]}, "has no second moment"),
     ],
 )
-def test_an_optimizer_of_another_model_is_refused(
-    tmp_path: Path, moments: dict[str, Array], says: str
+def test_second_moments_of_another_model_are_refused(
+    tmp_path: Path, moments: dict[str, Array], message: str
 ) -> None:
     optimizer = tmp_path / "optimizer.safetensors"
     save_plain(moments, optimizer)
-    run = ckptz(
-        "compress",
-        written(tmp_path),
-        "--method",
-        "grid",
-        "--set",
-        f"guide.moments_from={optimizer}",
-        fails=True,
-    )
+    options = ("--method", "grid", "--set", f"guide.moments_from={optimizer}")
+    run = ckptz("compress", write_step(tmp_path), *options, fails=True)
     assert run.exit_code == 2
-    assert says in run.stderr
+    assert message in run.stderr
     assert "optimizer.safetensors" in run.stderr
     assert not list(tmp_path.glob("*.ckptz*"))

@@ -1,4 +1,4 @@
-"""K-means files end to end: the command line, the Python API, deltas, and what is refused."""
+"""Files of the k-means method from the command line and the Python API: records, errors and deltas."""
 
 from fractions import Fraction
 from pathlib import Path
@@ -18,7 +18,7 @@ Array = np.ndarray[Any, Any]
 
 
 def weights(step: int = 0) -> dict[str, Array]:
-    """A small model in training: an embedding, a linear layer, a norm, and Adam's first moment."""
+    """Return a small model after some training steps: embedding, linear layer, norm and a first moment."""
     rng, drift = np.random.default_rng(0), np.random.default_rng(step)
     state = {
         "model.token.weight": rng.standard_normal((96, 64)) * 0.02,
@@ -32,14 +32,15 @@ def weights(step: int = 0) -> dict[str, Array]:
     }
 
 
-def written(folder: Path, step: int = 0, **changes: Array) -> Path:
+def write_step(folder: Path, step: int = 0, **changes: Array) -> Path:
+    """Write a step as a safetensors file, with some tensors replaced by `changes`, and return its path."""
     path = folder / f"step-{step}.safetensors"
     save_plain({**weights(step), **changes}, path)
     return path
 
 
-def test_only_large_weights_become_lossy_and_the_file_says_how(tmp_path: Path) -> None:
-    source, out = written(tmp_path), tmp_path / "out.ckptz"
+def test_only_large_weights_become_lossy_and_their_errors_are_recorded(tmp_path: Path) -> None:
+    source, out = write_step(tmp_path), tmp_path / "out.ckptz"
     options = sets(levels=16, embedding_levels=32, prune=0.1, protect=0.01)
     ckptz("compress", source, "-o", out, "--method", "kmeans", *options)
     reports = tensors_in(out)
@@ -48,21 +49,21 @@ def test_only_large_weights_become_lossy_and_the_file_says_how(tmp_path: Path) -
         assert reports[name]["lossy"] is None
         np.testing.assert_array_equal(restored[name].view(np.uint32), original[name].view(np.uint32))
     for name, levels, layer in (("model.token.weight", 32, "embedding"), ("model.up.weight", 16, "linear")):
-        record, exact, got = reports[name]["lossy"], original[name], restored[name]
+        record, exact, lossy = reports[name]["lossy"], original[name], restored[name]
         assert (record["method"], record["promise"], record["layer_type"]) == ("kmeans", "none", layer)
         assert record["settings"]["levels"] == levels
-        assert len(np.unique(got)) <= levels + record["n_protected"]
-        assert record["max_abs_error"] == pytest.approx(np.abs(got - exact).max(), rel=1e-6)
-        assert record["rms_error"] == pytest.approx(np.sqrt(np.mean((got - exact) ** 2)), rel=1e-4)
-        assert record["n_pruned"] == (got == 0).sum() >= 0.095 * exact.size
+        assert len(np.unique(lossy)) <= levels + record["n_protected"]
+        assert record["max_abs_error"] == pytest.approx(np.abs(lossy - exact).max(), rel=1e-6)
+        assert record["rms_error"] == pytest.approx(np.sqrt(np.mean((lossy - exact) ** 2)), rel=1e-4)
+        assert record["n_pruned"] == (lossy == 0).sum() >= 0.095 * exact.size
         assert record["n_protected"] == pytest.approx(0.01 * exact.size, rel=0.3)
-        largest = np.abs(exact) >= np.sort(np.abs(exact).ravel())[-record["n_protected"]]
-        np.testing.assert_array_equal(got[largest], exact[largest])
+        is_largest = np.abs(exact) >= np.sort(np.abs(exact).ravel())[-record["n_protected"]]
+        np.testing.assert_array_equal(lossy[is_largest], exact[is_largest])
         assert reports[name]["bits_per_element"] < 8
     assert "promise none" in ckptz("inspect", out, "--tensors").stdout
 
 
-def test_more_levels_lose_less(tmp_path: Path) -> None:
+def test_more_levels_have_smaller_errors(tmp_path: Path) -> None:
     original, errors, name = weights(), [], "model.up.weight"
     for levels in (2, 4, 16, 64, 255):
         save_file(original, tmp_path / "a.ckptz", config=KMeans(levels=levels, protect=0.0, sigma=1.0))
@@ -73,50 +74,53 @@ def test_more_levels_lose_less(tmp_path: Path) -> None:
 
 
 def test_protected_values_may_be_bf16(tmp_path: Path) -> None:
-    source = written(tmp_path)
+    source = write_step(tmp_path)
     sizes = {}
-    for kept in ("exact", "bf16"):
-        out = tmp_path / f"{kept}.ckptz"
-        ckptz("compress", source, "-o", out, "--method", "kmeans", *sets(protect=0.05, protect_as=kept))
-        sizes[kept] = out.stat().st_size
-        exact, got = weights()["model.up.weight"], load_file(out)["model.up.weight"]
-        top = np.abs(exact) > np.quantile(np.abs(exact), 0.96)
-        np.testing.assert_allclose(got[top], exact[top], rtol=2.0**-8 if kept == "bf16" else 0)
+    for protect_as in ("exact", "bf16"):
+        out = tmp_path / f"{protect_as}.ckptz"
+        ckptz("compress", source, "-o", out, "--method", "kmeans", *sets(protect=0.05, protect_as=protect_as))
+        sizes[protect_as] = out.stat().st_size
+        exact, restored = weights()["model.up.weight"], load_file(out)["model.up.weight"]
+        is_largest = np.abs(exact) > np.quantile(np.abs(exact), 0.96)
+        tolerance = 2.0**-8 if protect_as == "bf16" else 0
+        np.testing.assert_allclose(restored[is_largest], exact[is_largest], rtol=tolerance)
     assert sizes["bf16"] < sizes["exact"]
 
 
-def test_deltas_are_grouped_by_the_base_and_smaller(tmp_path: Path) -> None:
-    paths = [written(tmp_path, step) for step in range(4)]
+def test_deltas_restore_the_same_values_as_full_files_and_are_smaller(tmp_path: Path) -> None:
+    paths = [write_step(tmp_path, step) for step in range(4)]
     ckptz("compress", *paths, "--chain", "-o", tmp_path / "run", "--method", "kmeans", *sets(levels=8))
-    alone = tmp_path / "alone.ckptz"
+    full = tmp_path / "full.ckptz"
     for step, path in enumerate(paths):
-        out = tmp_path / "run" / f"step-{step}.ckptz"
-        ckptz("compress", path, "-o", alone, "--force", "--method", "kmeans", *sets(levels=8))
-        chained, single = load_file(out), load_file(alone)
-        for name, tensor in single.items():
-            np.testing.assert_array_equal(chained[name], tensor)
-        ckptz("verify", out, "--against", path)
+        chained = tmp_path / "run" / f"step-{step}.ckptz"
+        ckptz("compress", path, "-o", full, "--force", "--method", "kmeans", *sets(levels=8))
+        restored = load_file(chained)
+        for name, tensor in load_file(full).items():
+            np.testing.assert_array_equal(restored[name], tensor)
+        ckptz("verify", chained, "--against", path)
         if step:
-            delta, full = (tensors_in(path)["model.up.weight"]["stored_bytes"] for path in (out, alone))
-            assert delta < full
+            delta_bytes, full_bytes = (
+                tensors_in(file)["model.up.weight"]["stored_bytes"] for file in (chained, full)
+            )
+            assert delta_bytes < full_bytes
 
 
-@pytest.mark.parametrize("moved_to", [1.0, np.nan, np.inf])
-def test_verify_holds_lossy_tensors_to_their_recorded_errors(tmp_path: Path, moved_to: float) -> None:
-    source, out = written(tmp_path), tmp_path / "out.ckptz"
+@pytest.mark.parametrize("change", [1.0, np.nan, np.inf])
+def test_verify_fails_if_errors_exceed_the_recorded_ones(tmp_path: Path, change: float) -> None:
+    source, out = write_step(tmp_path), tmp_path / "out.ckptz"
     ckptz("compress", source, "-o", out, "--method", "kmeans")
     assert "within their recorded error;" in ckptz("verify", out, "--against", source).stdout
-    moved = weights()
-    moved["model.up.weight"][3, 5] += moved_to
-    save_plain(moved, source)
+    changed = weights()
+    changed["model.up.weight"][3, 5] += change
+    save_plain(changed, source)
     run = ckptz("verify", out, "--against", source, fails=True)
     assert run.exit_code == 3
     assert "model.up.weight" in run.error
     assert "from the original; the file records" in run.error
 
 
-def test_a_base_with_other_tensors_is_used_where_it_fits(tmp_path: Path) -> None:
-    first = written(tmp_path, 0)
+def test_tensors_that_the_base_lacks_are_reported(tmp_path: Path) -> None:
+    first = write_step(tmp_path, 0)
     changed = weights(1)
     changed["model.new.weight"] = changed.pop("model.token.weight")[:64]
     changed["model.up.weight"] = changed["model.up.weight"].T.copy()
@@ -129,25 +133,25 @@ def test_a_base_with_other_tensors_is_used_where_it_fits(tmp_path: Path) -> None
     ckptz("verify", tmp_path / "second.ckptz", "--against", second)
 
 
-def test_a_base_without_codes_still_serves_lossless_tensors(tmp_path: Path) -> None:
-    first, second = written(tmp_path, 0), written(tmp_path, 1)
+def test_a_plain_file_may_be_the_base(tmp_path: Path) -> None:
+    first, second = write_step(tmp_path, 0), write_step(tmp_path, 1)
     run = ckptz("compress", second, "--base", first, "--method", "kmeans", "--json")
     assert run.json["files"][0]["n_lossy"] == 2
     ckptz("verify", tmp_path / "step-1.ckptz", "--against", second)
 
 
-def test_roles_may_be_given(tmp_path: Path) -> None:
+def test_roles_may_come_from_a_toml_file(tmp_path: Path) -> None:
     roles = tmp_path / "roles.toml"
     roles.write_text('[[rule]]\nname = "model.up.*"\nrole = "other"\n')
-    ckptz("compress", written(tmp_path), "--method", "kmeans", "--set", f"input.tensor_roles={roles}")
+    ckptz("compress", write_step(tmp_path), "--method", "kmeans", "--set", f"input.tensor_roles={roles}")
     tensors = tensors_in(tmp_path / "step-0.ckptz")
     assert tensors["model.token.weight"]["lossy"]
     assert not tensors["model.up.weight"]["lossy"]
 
 
-def test_a_file_written_with_flushed_subnormals_is_the_same(tmp_path: Path) -> None:
-    source = written(tmp_path, **{"model.up.weight": weights()["model.up.weight"] * np.float32(1e-37)})
-    found = []
+def test_flushing_of_subnormals_changes_no_byte(tmp_path: Path) -> None:
+    source = write_step(tmp_path, **{"model.up.weight": weights()["model.up.weight"] * np.float32(1e-37)})
+    files = []
     for is_flushed in (False, True):
         torch.set_flush_denormal(is_flushed)
         try:
@@ -155,14 +159,14 @@ def test_a_file_written_with_flushed_subnormals_is_the_same(tmp_path: Path) -> N
             load_file(tmp_path / "a.ckptz")
         finally:
             torch.set_flush_denormal(False)
-        found.append((tmp_path / "a.ckptz").read_bytes())
+        files.append((tmp_path / "a.ckptz").read_bytes())
         assert load_plain(source).keys() == load_file(tmp_path / "a.ckptz").keys()
-    assert found[0] == found[1]
+    assert files[0] == files[1]
 
 
-def test_protected_values_beyond_bf16_stay_exact(tmp_path: Path) -> None:
+def test_protected_values_beyond_the_range_of_bf16_stay_exact(tmp_path: Path) -> None:
     tensor = weights()["model.up.weight"]
-    tensor[0, 0] = np.float32(3.4e38)
+    tensor[0, 0] = np.float32(3.4e38)  # rounds to infinity in bf16
     save_file({"up.weight": tensor}, tmp_path / "a.ckptz", config=KMeans(protect=0.005, protect_as="bf16"))
     restored = load_file(tmp_path / "a.ckptz")["up.weight"]
     assert restored[0, 0] == tensor[0, 0]
@@ -176,5 +180,5 @@ def test_the_recorded_error_is_a_bound(tmp_path: Path, seed: int) -> None:
     report = tensors_in(tmp_path / "a.ckptz")["up.weight"]
     restored = load_file(tmp_path / "a.ckptz")["up.weight"]
     pairs = zip(restored.flat, tensor.flat, strict=True)
-    true = max(abs(Fraction(float(a)) - Fraction(float(b))) for a, b in pairs)
-    assert true <= Fraction(report["lossy"]["max_abs_error"])
+    max_error = max(abs(Fraction(float(a)) - Fraction(float(b))) for a, b in pairs)
+    assert max_error <= Fraction(report["lossy"]["max_abs_error"])

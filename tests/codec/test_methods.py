@@ -1,4 +1,7 @@
-"""A method is one file and one row: that of the documentation, and another with axes, work in every door."""
+"""Registered methods work with every function that writes files.
+
+One method is that of docs/adding-a-method.md; the other has an axis, which a search varies.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,14 +33,14 @@ torch = pytest.importorskip("torch")
 
 @dataclass(frozen=True, slots=True)
 class Nearest(Quantizer):
-    """The nearest of some levels at equal distances."""
+    """Quantizer to the nearest of evenly spaced levels from -ceiling to ceiling."""
 
     ceiling: float
     levels: int
 
     def codes(self, begin: int, end: int, patterns: Any) -> Any:
-        places = (patterns.view(np.float32) / self.ceiling + 1) * ((self.levels - 1) / 2)
-        return np.rint(places).astype(np.uint8)
+        positions = (patterns.view(np.float32) / self.ceiling + 1) * ((self.levels - 1) / 2)
+        return np.rint(positions).astype(np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,7 @@ class EvenRecipe(Recipe):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Even(Method):
-    """Levels at equal distances, as many as a search over an axis finds."""
+    """Method with evenly spaced levels, whose number a search chooses from an axis."""
 
     levels: int = 64
     name: ClassVar[str] = "even"
@@ -72,7 +75,7 @@ class Even(Method):
 def page(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[dict[str, Any]]:
-    """The names of docs/adding-a-method.md, whose code registers a method and uses it."""
+    """Return the variables of the code in docs/adding-a-method.md, which registers a method and uses it."""
     code = compile(python_of(ROOT / "docs" / "adding-a-method.md"), "page", "exec", dont_inherit=True)
     names: dict[str, Any] = {"__name__": "page"}
     with monkeypatch.context() as patch:
@@ -84,7 +87,7 @@ def page(
 
 @pytest.fixture
 def sign(page: dict[str, Any]) -> type[Method]:
-    """One bit per weight: the sign, restored with a multiple of the mean magnitude of the tensor."""
+    """Return the method of the page: the sign of each weight, and a multiple of the mean magnitude."""
     method: type[Method] = page["Sign"]
     return method
 
@@ -96,25 +99,28 @@ def state() -> dict[str, Any]:
 
 
 def is_signs(restored: Any, exact: Any, gain: float = 1.0) -> bool:
+    """Return whether restored weights are signs times `gain` times the mean magnitude of the exact ones."""
     level = np.float32(gain * np.abs(exact).mean())
     return bool(np.array_equal(restored, np.where(exact >= 0, level, -level)))
 
 
-def test_the_page_restores_what_it_says(page: dict[str, Any]) -> None:
+def test_the_code_of_the_page_restores_signs(page: dict[str, Any]) -> None:
     assert is_signs(page["restored"], page["weight"], 2.0)
 
 
-def test_compress_and_inspect_take_it(sign: type[Method], state: dict[str, Any], tmp_path: Path) -> None:
+def test_compress_inspect_and_verify_support_it(
+    sign: type[Method], state: dict[str, Any], tmp_path: Path
+) -> None:
     safetensors.numpy.save_file(state, tmp_path / "a.safetensors")
     (report,) = ckptz.compress(tmp_path / "a.safetensors", config=sign())
     assert report.n_lossy == 1
-    rows = {row.name: row.lossy for row in ckptz.inspect(report.output).tensors}
-    assert (rows["w"].method, rows["w"].settings) == ("sign", {"gain": 1.0})
-    assert rows["b"] is None
+    records = {tensor.name: tensor.lossy for tensor in ckptz.inspect(report.output).tensors}
+    assert (records["w"].method, records["w"].settings) == ("sign", {"gain": 1.0})
+    assert records["b"] is None
     assert ckptz.verify(report.output, against=tmp_path / "a.safetensors").n_lossy == 1
 
 
-def test_a_checkpointer_takes_it(sign: type[Method], tmp_path: Path) -> None:
+def test_a_checkpointer_supports_it(sign: type[Method], tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(128, 64)
     exact = model.weight.detach().numpy().copy()
@@ -125,27 +131,29 @@ def test_a_checkpointer_takes_it(sign: type[Method], tmp_path: Path) -> None:
     assert is_signs(model.weight.detach().numpy(), exact)
 
 
-def test_a_search_turns_its_knob(sign: type[Method], state: dict[str, Any], tmp_path: Path) -> None:
+def test_a_search_varies_its_only_setting(sign: type[Method], state: dict[str, Any], tmp_path: Path) -> None:
     safetensors.numpy.save_file(state, tmp_path / "a.safetensors")
 
-    def size(tensors: dict[str, Any]) -> float:
+    def mean_magnitude(tensors: dict[str, Any]) -> float:
         return float(tensors["w"].abs().mean())
 
     exact = float(np.abs(state["w"]).mean())
-    budget = ckptz.Budget(size, 2 * exact, relative=False, lower_is_better=True)
+    budget = ckptz.Budget(mean_magnitude, 2 * exact, relative=False, lower_is_better=True)
     (report,) = ckptz.compress(tmp_path / "a.safetensors", config=sign(), budget=budget)
     assert report.search.method == "sign"
-    kept = [trial.config["gain"] for trial in report.search.trials if trial.is_feasible]
-    assert 2.5 < max(kept) <= 3.0  # the mean may be three times the exact one
+    feasible_gains = [trial.config["gain"] for trial in report.search.trials if trial.is_feasible]
+    assert 2.5 < max(feasible_gains) <= 3.0  # the mean may be three times the exact one
     assert is_signs(load_file(report.output)["w"], state["w"], report.search.config["gain"])
 
 
-def test_a_search_goes_along_its_axes(state: dict[str, Any], tmp_path: Path) -> None:
+def test_a_search_over_an_axis_predicts_sizes_within_ten_percent(
+    state: dict[str, Any], tmp_path: Path
+) -> None:
     state["w"] = np.random.default_rng(1).standard_normal((256, 256), np.float32)
     safetensors.numpy.save_file(state, tmp_path / "a.safetensors")
     errors = {}
 
-    def error(tensors: dict[str, Any]) -> float:
+    def mean_square_error(tensors: dict[str, Any]) -> float:
         return float(np.square(tensors["w"].numpy() - state["w"]).mean())
 
     ckptz.register(Even)
@@ -154,7 +162,8 @@ def test_a_search_goes_along_its_axes(state: dict[str, Any], tmp_path: Path) -> 
         for levels in (16, 8):
             save_file(state, tmp_path / "b.ckptz", config=Even(levels=levels))
             errors[levels] = float(np.square(load_file(tmp_path / "b.ckptz")["w"] - state["w"]).mean())
-        budget = ckptz.Budget(error, (errors[16] + errors[8]) / 2, relative=False, lower_is_better=True)
+        limit = (errors[16] + errors[8]) / 2
+        budget = ckptz.Budget(mean_square_error, limit, relative=False, lower_is_better=True)
         search = ckptz.SearchOptions(budgets=(budget,), template=Even())
         (report,) = ckptz.compress(tmp_path / "a.safetensors", search=search)
     finally:
@@ -165,13 +174,13 @@ def test_a_search_goes_along_its_axes(state: dict[str, Any], tmp_path: Path) -> 
         assert trial.predicted_bytes == pytest.approx(trial.n_bytes, rel=0.1), trial.config
 
 
-def test_the_command_line_shows_its_options(sign: type[Method]) -> None:
-    shown = command("compress", "--help-methods").stdout
-    assert "--set gain=... (default 1.0)" in shown
-    assert "multiple of the mean magnitude." in shown
+def test_the_command_line_shows_its_settings(sign: type[Method]) -> None:
+    text = command("compress", "--help-methods").stdout
+    assert "--set gain=... (default 1.0)" in text
+    assert "multiple of the mean magnitude." in text
 
 
-def test_the_command_line_takes_it(sign: type[Method], state: dict[str, Any], tmp_path: Path) -> None:
+def test_the_command_line_supports_it(sign: type[Method], state: dict[str, Any], tmp_path: Path) -> None:
     from ckptz_cli.main import main
 
     safetensors.numpy.save_file(state, tmp_path / "a.safetensors")
@@ -180,7 +189,7 @@ def test_the_command_line_takes_it(sign: type[Method], state: dict[str, Any], tm
     assert is_signs(load_file(tmp_path / "a.ckptz")["w"], state["w"], 2.0)
 
 
-def test_what_is_not_registered_is_an_error_and_no_other_method(tmp_path: Path) -> None:
+def test_methods_that_are_not_registered_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'even' is not registered"):
         save_file({"w": np.zeros((64, 64), np.float32)}, tmp_path / "a.ckptz", config=Even())
     with pytest.raises(ConfigError, match="no method 'even'"):
@@ -190,7 +199,7 @@ def test_what_is_not_registered_is_an_error_and_no_other_method(tmp_path: Path) 
     assert not list(tmp_path.iterdir())
 
 
-def test_a_name_is_taken_once(sign: type[Method]) -> None:
+def test_a_name_can_be_registered_for_one_class_only(sign: type[Method]) -> None:
     with pytest.raises(ConfigError, match="registered already"):
         ckptz.register(type("Sign", (sign,), {}))
     assert ckptz.register(sign) is sign

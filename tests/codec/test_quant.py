@@ -1,4 +1,4 @@
-"""Histogram, k-means and partitions: exactness, error bounds, and what becomes of every value."""
+"""Histograms, k-means partitions and roles: exactness, error bounds and the code of every value."""
 
 import itertools
 from typing import Any
@@ -23,26 +23,27 @@ def f32_histogram(values: Any) -> Histogram:
     return Histogram.of(np.asarray(values, np.float32).view(np.uint32), floats.F32)
 
 
-def gaussian(n: int, seed: int = 0) -> Any:
-    return (np.random.default_rng(seed).standard_normal(n) * 0.02).astype(np.float32)
+def gaussian(n: int) -> Any:
+    """Return seeded normal values with standard deviation 0.02, float32 [n]."""
+    return (np.random.default_rng(0).standard_normal(n) * 0.02).astype(np.float32)
 
 
 def test_representatives_are_within_the_stated_relative_error() -> None:
     values = np.abs(gaussian(20_000)) * np.float32(10.0) ** np.random.default_rng(1).integers(-9, 9, 20_000)
     for value in values[:2000]:
-        middle = f32_histogram([value]).occupied()[0][0]
-        assert abs(middle - value) <= RELATIVE_ERROR * abs(value)
+        representative = f32_histogram([value]).occupied()[0][0]
+        assert abs(representative - value) <= RELATIVE_ERROR * abs(value)
 
 
 def test_histograms_of_parts_add_up() -> None:
     values = gaussian(10_000)
-    whole, parts = f32_histogram(values), f32_histogram(values[:3000]) + f32_histogram(values[3000:])
-    np.testing.assert_array_equal(whole.counts, parts.counts)
-    assert whole.n_values == 10_000
+    histogram, total = f32_histogram(values), f32_histogram(values[:3000]) + f32_histogram(values[3000:])
+    np.testing.assert_array_equal(histogram.counts, total.counts)
+    assert histogram.n_values == 10_000
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_a_histogram_sees_what_is_not_finite(value: float) -> None:
+def test_a_histogram_detects_values_that_are_not_finite(value: float) -> None:
     assert f32_histogram([1.0, 2.0]).is_finite
     assert not f32_histogram([1.0, value]).is_finite
 
@@ -57,7 +58,7 @@ def test_sixteen_bit_histograms_are_exact(kind: int) -> None:
 
 
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.5, 0.9])
-def test_quantiles_hold_their_share(share: float) -> None:
+def test_quantiles_contain_their_share_of_magnitudes(share: float) -> None:
     values = gaussian(50_000)
     limit = f32_histogram(values).magnitude_quantile(share)
     assert np.mean(np.abs(values) <= limit * (1 + 2 * RELATIVE_ERROR)) >= share
@@ -65,7 +66,7 @@ def test_quantiles_hold_their_share(share: float) -> None:
 
 
 def weighted_error(values: Any, weights: Any, centroids: Any) -> float:
-    """Weighted mean-square distance to the nearest centroid."""
+    """Return the weighted mean square distance of values to their nearest centroid."""
     distances = np.abs(values[:, None] - centroids[None]).min(axis=1)
     return float(np.average(distances**2, weights=weights))
 
@@ -77,69 +78,73 @@ def weighted_error(values: Any, weights: Any, centroids: Any) -> float:
 def test_centroids_are_the_best_of_all_partitions(numbers: list[int], n_levels: int, seed: int) -> None:
     values = np.sort(np.array(numbers, np.float64))
     weights = np.random.default_rng(seed).random(len(values)) + 0.01
-    got = weighted_error(values, weights, fit_centroids(values, weights, n_levels))
-    best = min(
-        weighted_error(values, weights, _means(values, weights, cuts))
-        for cuts in itertools.combinations(range(1, len(values)), min(n_levels, len(values)) - 1)
-    )
-    assert got <= best + 1e-12
-
-
-def _means(values: Any, weights: Any, cuts: tuple[int, ...]) -> Any:
-    parts = zip(np.split(values, cuts), np.split(weights, cuts), strict=True)
-    return np.array([np.average(v, weights=w) for v, w in parts])
+    error = weighted_error(values, weights, fit_centroids(values, weights, n_levels))
+    errors = []
+    for borders in itertools.combinations(range(1, len(values)), min(n_levels, len(values)) - 1):
+        parts = zip(np.split(values, borders), np.split(weights, borders), strict=True)
+        means = np.array([np.average(part, weights=part_weights) for part, part_weights in parts])
+        errors.append(weighted_error(values, weights, means))
+    assert error <= min(errors) + 1e-12
 
 
 @pytest.mark.parametrize("n_levels", [4, 16])
-def test_the_histogram_costs_less_than_one_percent_of_the_error(n_levels: int) -> None:
+def test_centroids_of_a_histogram_have_at_most_one_percent_more_error(n_levels: int) -> None:
     values = gaussian(40_000)
     exact_values, counts = np.unique(values.astype(np.float64), return_counts=True)
     weights = sample_weights(exact_values, counts, 1.0)
     best = weighted_error(exact_values, weights, fit_centroids(exact_values, weights, n_levels))
     buckets, bucket_counts = f32_histogram(values).occupied()
     centroids = fit_centroids(buckets, sample_weights(buckets, bucket_counts, 1.0), n_levels)
-    got = weighted_error(exact_values, weights, centroids)
-    assert got <= 1.01 * best
+    error = weighted_error(exact_values, weights, centroids)
+    assert error <= 1.01 * best
     rms = float(np.sqrt(np.mean(values.astype(np.float64) ** 2)))
-    # Representatives move the error of any centroids by at most RELATIVE_ERROR * rms (triangle inequality),
-    # once for choosing on the histogram and once for being judged on the values.
-    assert np.sqrt(got) <= np.sqrt(best) + 2 * RELATIVE_ERROR * rms
+    # Replacing values by representatives changes the RMS error of centroids by at most RELATIVE_ERROR * rms
+    # (triangle inequality): once when centroids are fitted to them, once when values are compared.
+    assert np.sqrt(error) <= np.sqrt(best) + 2 * RELATIVE_ERROR * rms
 
 
-def test_sample_weights_follow_the_paper() -> None:
+def test_sample_weights_mix_shares_of_counts_and_of_magnitudes() -> None:
     weights = sample_weights(np.array([-1.0, 3.0]), np.array([30, 10]), 0.2)
     np.testing.assert_allclose(weights, [0.2 * 0.75 + 0.8 * 0.25, 0.2 * 0.25 + 0.8 * 0.75])
 
 
-SPLITS = [*map(Partitions, (16, 2, 255)), Partitions(16, prune=0.3), Partitions(8, protect=0.01)]
+PARTITIONS = [
+    *map(Partitions, (16, 2, 255)),
+    Partitions(16, prune=0.3),
+    Partitions(8, protect=0.01),
+    Partitions(4, prune=0.4, protect=0.005),
+]
 
 
-@pytest.mark.parametrize("wanted", [*SPLITS, Partitions(4, prune=0.4, protect=0.005)], ids=str)
+@pytest.mark.parametrize("partitions", PARTITIONS, ids=str)
 @pytest.mark.parametrize("kind", [floats.F32, floats.BF16, floats.F16])
-def test_every_value_lands_in_its_partition(wanted: Partitions, kind: int) -> None:
+def test_the_smallest_values_are_pruned_the_largest_protected_and_others_rounded_to_nearest(
+    partitions: Partitions, kind: int
+) -> None:
     patterns = floats.from_f32(gaussian(30_000).view(np.uint32), kind)
     values = floats.widen_f64(floats.to_f32(patterns, kind))
-    quant_map, quantizer = fit_partitions(Histogram.of(patterns, kind), wanted)
+    quant_map, quantizer = fit_partitions(Histogram.of(patterns, kind), partitions)
     codes = quantizer.codes(0, len(patterns), patterns)
     levels = floats.widen_f64(quant_map.table.expand()[0])
     has_escape = quant_map.escape_code is not None
-    escaped = (codes == quant_map.escape_code) & has_escape
-    assert quant_map.n_codes - has_escape <= wanted.levels
-    assert abs(escaped.mean() - wanted.protect) <= 0.1 * wanted.protect
-    assert np.abs(values[escaped]).min(initial=np.inf) >= np.abs(values[~escaped]).max()
-    pruned = (levels[codes] == 0) & ~escaped
-    if wanted.prune:
-        assert wanted.prune <= pruned.mean() <= wanted.prune + 0.02
-        assert np.abs(values[pruned]).max() < np.abs(values[~pruned]).min()
-    free = ~escaped & ~pruned
-    candidates = (
-        levels[: wanted.levels][levels[: wanted.levels] != 0] if wanted.prune else levels[: wanted.levels]
-    )
-    nearest = np.abs(values[free][:, None] - candidates[None, :]).min(axis=1)
-    np.testing.assert_allclose(np.abs(values[free] - levels[codes[free]]), nearest, rtol=1e-6, atol=1e-12)
+    is_escaped = (codes == quant_map.escape_code) & has_escape
+    assert quant_map.n_codes - has_escape <= partitions.levels
+    assert abs(is_escaped.mean() - partitions.protect) <= 0.1 * partitions.protect
+    assert np.abs(values[is_escaped]).min(initial=np.inf) >= np.abs(values[~is_escaped]).max()
+    is_pruned = (levels[codes] == 0) & ~is_escaped
+    if partitions.prune:
+        assert partitions.prune <= is_pruned.mean() <= partitions.prune + 0.02
+        assert np.abs(values[is_pruned]).max() < np.abs(values[~is_pruned]).min()
+    is_rounded = ~is_escaped & ~is_pruned
+    candidates = levels[: partitions.levels]
+    if partitions.prune:
+        candidates = candidates[candidates != 0]
+    smallest_errors = np.abs(values[is_rounded][:, None] - candidates[None, :]).min(axis=1)
+    errors = np.abs(values[is_rounded] - levels[codes[is_rounded]])
+    np.testing.assert_allclose(errors, smallest_errors, rtol=1e-6, atol=1e-12)
 
 
-def test_fewer_values_than_levels_are_kept_exactly() -> None:
+def test_each_distinct_value_has_a_level_if_there_are_enough_levels() -> None:
     values = np.resize(np.array([-1.5, 0.25, 3.0], np.float32), 9000)
     histogram = f32_histogram(values)
     quant_map, quantizer = fit_partitions(histogram, Partitions(16))
