@@ -1,4 +1,4 @@
-"""Files written and read through the container alone: what a writer refuses, keeps, copies and amends."""
+"""Files that `write_container` writes and `Container` reads: deltas, lossy tensors, inline bases, records."""
 
 import io
 from collections.abc import Callable, Mapping
@@ -38,15 +38,15 @@ BASE = BaseRef("0" * 64, "base.ckptz", 1)
 SPARSELY = Lossless(sparse=True)
 
 
-def of(values: Array, name: str = "F32") -> ArraySource:
-    """An array as a tensor of this type."""
-    return ArraySource.from_buffer(dtype_of(name), values.shape, np.ascontiguousarray(values))
+def source_of(values: Array, dtype: str = "F32") -> ArraySource:
+    """Convert an array to a tensor source of this dtype of the format, with the bits of the array."""
+    return ArraySource.from_buffer(dtype_of(dtype), values.shape, np.ascontiguousarray(values))
 
 
 def write(
     tensors: Sources, base: Sources | None = None, *, jobs: int = 1, **fields: Any
 ) -> tuple[bytes, Written]:
-    """A file in memory; of a delta, `base` holds the tensors that it is stored against."""
+    """Write a file to memory, as a delta if there are tensors of a base; return its bytes and report."""
     sink = io.BytesIO()
     job = WriteJob(tensors=tensors, base=None if base is None else BASE, bases=base or {}, **fields)
     with Workers(jobs) as workers:
@@ -56,6 +56,7 @@ def write(
 
 
 def opened(data: bytes, bases: Sources | None = None) -> Container:
+    """Open a file in memory, with the tensors of its base."""
     container = Container(MemoryBytes(data))
     if bases is not None:
         container.bases = bases
@@ -66,24 +67,24 @@ def patterns_of(source: TensorSource) -> Array:
     return source.patterns(0, source.dtype.n_patterns(source.shape))
 
 
-def same(container: Container, tensors: Sources) -> bool:
-    """Return whether a file restores the bits of all tensors."""
-    return list(container.tensors) == list(tensors) and all(
-        np.array_equal(patterns_of(container.tensors[name]), patterns_of(source))
-        for name, source in tensors.items()
-    )
+def assert_restores(container: Container, tensors: Sources) -> None:
+    """Check that a file has exactly these tensors, in this order and bit for bit."""
+    assert list(container.tensors) == list(tensors)
+    for name, source in tensors.items():
+        np.testing.assert_array_equal(patterns_of(container.tensors[name]), patterns_of(source), name)
 
 
 @pytest.mark.parametrize("n_patterns", [(), (3, CHUNK_VALUES + 3)])
-def test_progress_is_told_the_bytes_of_each_chunk(n_patterns: tuple[int, ...]) -> None:
-    done: list[int] = []
-    tensors = {str(n): of(np.arange(n, dtype=np.uint8), "U8") for n in n_patterns}
+def test_progress_is_called_with_the_decoded_bytes_of_each_chunk(n_patterns: tuple[int, ...]) -> None:
+    chunk_bytes: list[int] = []
+    tensors = {str(n): source_of(np.arange(n, dtype=np.uint8), "U8") for n in n_patterns}
     with Workers(1) as workers:
-        writer.write(io.BytesIO(), WriteJob(tensors=tensors), workers, done.append)
-    assert sorted(done) == sorted([3, CHUNK_VALUES, 3] if n_patterns else [])
+        writer.write(io.BytesIO(), WriteJob(tensors=tensors), workers, chunk_bytes.append)
+    assert sorted(chunk_bytes) == sorted([3, CHUNK_VALUES, 3] if n_patterns else [])
 
 
 def weights(n: int, shape: tuple[int, ...] = (-1,), seed: int = 0) -> Array:
+    """Draw `n` float32 weights with a standard deviation of 0.02."""
     return np.random.default_rng(seed).normal(0, 0.02, n).astype(np.float32).reshape(shape)
 
 
@@ -91,97 +92,93 @@ def weights(n: int, shape: tuple[int, ...] = (-1,), seed: int = 0) -> Array:
 
 
 @pytest.mark.parametrize("vector", VALID, ids=lambda vector: vector.name)
-def test_a_header_that_was_read_is_written_with_the_same_meaning(vector: Any) -> None:
-    found = 0
+def test_a_parsed_header_is_packed_without_change(vector: Any) -> None:
+    n_headers = 0
     for path in vector.paths:
         levels = opened(path.read_bytes()).levels if path.suffix == ".ckptz" else []
         for header in (source.header for level in levels for source in frames_of(level.tensors)):
             packed = header.pack()
-            again = FrameHeader.parse(packed)
-            assert again.pack() == packed
-            assert (again.dtype, again.shape, again.chunks) == (header.dtype, header.shape, header.chunks)
-            assert repr(again.plan) == repr(header.plan)
-            found += 1
-    assert found or not vector.row["tensors"] or vector.name == "valid/plain-file"
+            parsed = FrameHeader.parse(packed)
+            assert parsed.pack() == packed
+            assert (parsed.dtype, parsed.shape, parsed.chunks) == (header.dtype, header.shape, header.chunks)
+            assert repr(parsed.plan) == repr(header.plan)
+            n_headers += 1
+    assert n_headers or not vector.row["tensors"] or vector.name == "valid/plain-file"
 
 
-# --- what is not written ------------------------------------------------------------------------
+# --- refused inputs -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("shape", "said"),
+    ("shape", "message"),
     [((1,) * 65, "65 dimensions, a frame at most 64; reshape it"), ((0, 1 << 49), "beyond 2.48 elements")],
 )
-def test_shapes_that_no_frame_holds_are_refused(shape: tuple[int, ...], said: str) -> None:
+def test_shapes_beyond_the_limits_of_a_frame_are_refused(shape: tuple[int, ...], message: str) -> None:
     source = ArraySource(dtype_of("U8"), shape, np.zeros(1, np.uint8))
-    with pytest.raises(UnsupportedError, match=said):
+    with pytest.raises(UnsupportedError, match=message):
         write({"w": source})
 
 
-def test_more_names_than_a_header_holds_are_refused_before_anything_is_encoded(
+def test_more_names_than_fit_into_a_header_are_refused_before_encoding(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(writer, "MAX_HEADER_BYTES", 1000)
     with pytest.raises(ConfigError, match="30 tensors need a header over 1000 bytes; split the file"):
-        write({f"tensor.{i}": of(weights(4)) for i in range(30)})  # more would share a frame
+        write({f"tensor.{i}": source_of(weights(4)) for i in range(30)})  # 32 would be grouped
 
 
-@pytest.mark.parametrize("base", [of(weights(399)), of(weights(400).view(np.int32), "I32")])
-def test_a_base_that_no_tensor_fits_is_not_named(base: ArraySource) -> None:
-    tensors = {"w": of(weights(400))}
+@pytest.mark.parametrize("base", [source_of(weights(399)), source_of(weights(400).view(np.int32), "I32")])
+def test_a_base_without_a_tensor_of_the_same_shape_and_dtype_is_not_recorded(base: ArraySource) -> None:
+    tensors = {"w": source_of(weights(400))}
     data, written = write(tensors, {"w": base})
     container = opened(data)
     assert written.n_deltas == 0
     assert container.index.base is None
     assert container.features == {"lossless"}
-    assert same(container, tensors)
+    assert_restores(container, tensors)
 
 
 # --- deltas -------------------------------------------------------------------------------------
 
 
-def changed_in(values: Array, places: Any) -> Array:
-    out = values.copy()
-    out[places] ^= 1
-    return out
-
-
-def test_chunks_say_where_they_differ_unless_too_much_does() -> None:
-    """The tensor changes little; all that changes in its second chunk is most of that."""
+def test_a_sparse_delta_lists_its_changes_only_in_chunks_with_few_of_them() -> None:
+    """101 patterns change, 99 of them among the 100 of the second chunk, above `MAX_SPARSE_SHARE`."""
     old = np.zeros(CHUNK_VALUES + 100, np.uint8)
-    new = changed_in(old, np.r_[7, CHUNK_VALUES - 1, CHUNK_VALUES : CHUNK_VALUES + 99])
-    bases = {"w": of(old, "U8")}
-    data, written = write({"w": of(new, "U8")}, bases, config=SPARSELY)
+    new = old.copy()
+    new[[7, CHUNK_VALUES - 1, *range(CHUNK_VALUES, CHUNK_VALUES + 99)]] = 1
+    bases = {"w": source_of(old, "U8")}
+    data, written = write({"w": source_of(new, "U8")}, bases, config=SPARSELY)
     assert written.n_deltas == 1
     container = opened(data, bases)
     source = container.tensors["w"]
-    first = source.changes(0)
-    assert first.positions.tolist() == [7, CHUNK_VALUES - 1]
-    assert first.patterns(old[first.positions]).tolist() == [1, 1]
+    changes = source.changes(0)
+    assert changes.positions.tolist() == [7, CHUNK_VALUES - 1]
+    assert changes.patterns(old[changes.positions]).tolist() == [1, 1]
     assert MAX_SPARSE_SHARE * 100 < 99
     assert source.changes(1) is None
-    assert same(container, {"w": of(new, "U8")})
+    assert_restores(container, {"w": source_of(new, "U8")})
     assert source.needs_other_file
 
 
 def delta_file(coder: int, data: bytes) -> bytes:
-    """A delta of four bytes, of one stream, and nothing changed by it."""
+    """Build a delta of four zero bytes with one stream of the given coder."""
     frame = Frame(plan(predictor=1, mode=2), [(coder, data)], bytes(4))
     index = {"base": {"content_id": "0" * 64, "file": "base.ckptz", "depth": 1}}
     return File({"w": frame}, features="delta,lossless", index=index).bytes()
 
 
 def opened_delta(data: bytes) -> FrameSource:
-    return opened(data, {"w": of(np.zeros(4, np.uint8), "U8")}).tensors["w"]
+    """Open such a file with a base of four zero bytes, and return its tensor."""
+    return opened(data, {"w": source_of(np.zeros(4, np.uint8), "U8")}).tensors["w"]
 
 
 def sparse_stream(gaps: bytes, values: bytes) -> bytes:
-    """Around zero; both parts stored."""
+    """Encode a sparse stream whose most frequent code is 0, with gaps and values as stored streams."""
     return b"\0" + b"".join(varint(len(part)) + embedded(part) for part in (gaps, values))
 
 
 @pytest.mark.parametrize(
-    ("stream", "error", "said"),
+    ("stream", "error", "message"),
     [
         (sparse_stream(b"\x09", b"\1"), CorruptionError, "gaps and values do not agree"),
         (sparse_stream(b"\0", b""), CorruptionError, "gaps and values do not agree"),
@@ -190,28 +187,29 @@ def sparse_stream(gaps: bytes, values: bytes) -> bytes:
         (b"\0\1\x09\0", UnsupportedError, "coder 9"),
     ],
 )
-def test_sparse_streams_that_make_no_sense_are_refused_by_place(
-    stream: bytes, error: type[Exception], said: str
+def test_invalid_sparse_streams_are_refused_with_tensor_and_chunk(
+    stream: bytes, error: type[Exception], message: str
 ) -> None:
     source = opened_delta(delta_file(SPARSE, stream))
-    with pytest.raises(error, match=f"tensor 'w': chunk 0: .*{said}"):
+    with pytest.raises(error, match=f"tensor 'w': chunk 0: .*{message}"):
         source.changes(0)
-    with pytest.raises(error, match=f"tensor 'w': chunk 0: .*{said}"):
+    with pytest.raises(error, match=f"tensor 'w': chunk 0: .*{message}"):
         patterns_of(source)
 
 
-def test_a_sparse_stream_that_was_changed_is_told_from_one_that_was_written_so() -> None:
+def test_a_damaged_sparse_stream_is_a_checksum_error() -> None:
+    """The same invalid gap as above, but changed after the checksum was computed."""
     stream = sparse_stream(b"\0\2", b"\5\5")
     data = delta_file(SPARSE, stream)
-    found = opened_delta(data).changes(0)
-    assert found.positions.tolist() == [0, 3]
+    assert opened_delta(data).changes(0).positions.tolist() == [0, 3]
     assert data.count(stream) == 1
-    changed = opened_delta(data.replace(stream, sparse_stream(b"\0\x09", b"\5\5")))
+    damaged = opened_delta(data.replace(stream, sparse_stream(b"\0\x09", b"\5\5")))
     with pytest.raises(ChecksumError, match="tensor 'w'"):
-        changed.changes(0)
+        damaged.changes(0)
 
 
-def test_a_constant_stream_of_two_bytes_is_decoded_as_a_whole_and_refused() -> None:
+def test_a_constant_stream_of_two_bytes_is_refused() -> None:
+    """`changes` reads only constant streams of one byte, so the decoder refuses this one."""
     source = opened_delta(delta_file(CONSTANT, b"\0\0"))
     assert source.changes(0) is None
     with pytest.raises(CorruptionError, match="constant"):
@@ -219,8 +217,8 @@ def test_a_constant_stream_of_two_bytes_is_decoded_as_a_whole_and_refused() -> N
 
 
 @dataclass(frozen=True)
-class Codes(TensorSource):
-    """A base of which patterns and codes are read apart."""
+class NotAFrame(TensorSource):
+    """A base with codes that is no frame, so a delta asks for patterns and codes separately."""
 
     frame: FrameSource
 
@@ -248,37 +246,42 @@ OLD, NEW = weights(6400, (64, 100)), weights(6400, (64, 100)) + weights(6400, (6
 
 
 @pytest.mark.parametrize(
-    "wrap", [lambda frame: frame, Codes, lambda _: of(OLD)], ids=["frame", "apart", "plain"]
+    "base_of", [lambda frame: frame, NotAFrame, lambda _: source_of(OLD)], ids=["frame", "apart", "plain"]
 )
-def test_a_lossy_delta_comes_back_within_its_record(wrap: Callable[[FrameSource], TensorSource]) -> None:
-    bases = {"w": wrap(opened(write({"w": of(OLD)}, config=LOSSY)[0]).tensors["w"])}
-    data, written = write({"w": of(NEW)}, bases, config=LOSSY)
+def test_the_error_of_a_lossy_delta_is_within_its_record(
+    base_of: Callable[[FrameSource], TensorSource],
+) -> None:
+    bases = {"w": base_of(opened(write({"w": source_of(OLD)}, config=LOSSY)[0]).tensors["w"])}
+    data, written = write({"w": source_of(NEW)}, bases, config=LOSSY)
     container = opened(data, bases)
     has_codes = not isinstance(bases["w"], ArraySource)
     assert container.tensors["w"].header.plan.reads_base_codes == has_codes
     assert (written.n_lossy, written.n_deltas) == (1, has_codes)
     (entry,) = container.index.tensors
-    found = patterns_of(container.tensors["w"]).view(np.float32)
-    assert 0 < np.abs(found - NEW.reshape(-1)).max() <= entry.lossy.max_abs_error
-    assert entry.lossy.n_pruned == np.count_nonzero(found == 0) > 0.25 * NEW.size
-    assert 0.005 * NEW.size < entry.lossy.n_protected <= np.count_nonzero(found == NEW.reshape(-1))
+    decoded = patterns_of(container.tensors["w"]).view(np.float32)
+    assert 0 < np.abs(decoded - NEW.reshape(-1)).max() <= entry.lossy.max_abs_error
+    assert entry.lossy.n_pruned == np.count_nonzero(decoded == 0) > 0.25 * NEW.size
+    assert 0.005 * NEW.size < entry.lossy.n_protected <= np.count_nonzero(decoded == NEW.reshape(-1))
 
 
-def test_tensors_without_values_stand_beside_lossy_ones_or_alone() -> None:
-    empty = {"empty.weight": of(np.zeros((0, 100), np.float32)), "nothing": of(np.zeros((3, 0), np.float32))}
-    data, written = write({**empty, "w": of(NEW)}, config=LOSSY)
+def test_empty_tensors_are_restored_with_or_without_lossy_ones() -> None:
+    empty = {
+        "empty.weight": source_of(np.zeros((0, 100), np.float32)),
+        "nothing": source_of(np.zeros((3, 0), np.float32)),
+    }
+    data, written = write({**empty, "w": source_of(NEW)}, config=LOSSY)
     assert written.n_lossy == 1
     assert opened(data).tensors["empty.weight"].shape == (0, 100)
-    assert same(opened(write(empty, config=LOSSY)[0]), empty)
+    assert_restores(opened(write(empty, config=LOSSY)[0]), empty)
 
 
-def test_broken_codes_of_a_base_are_named_by_the_chunk() -> None:
-    """Its bytes are as they were written, and no stream of codes."""
-    broken = replace(with_codes(1, 1, 1, 1), streams=[(CONSTANT, b"\1\1")])
-    base = opened(File({"w": broken}, features="lossless,maps").bytes()).tensors["w"]
+def test_an_invalid_code_stream_of_a_base_is_refused_with_tensor_and_chunk() -> None:
+    """The checksum of the base is right, but a constant stream of two bytes is invalid."""
+    invalid = replace(with_codes(1, 1, 1, 1), streams=[(CONSTANT, b"\1\1")])
+    base = opened(File({"w": invalid}, features="lossless,maps").bytes()).tensors["w"]
     with pytest.raises(CorruptionError, match=r"tensor 'w': chunk 0: .*constant"):
         base.codes(0, 4)
-    bases = {"w": Codes(base)}
+    bases = {"w": NotAFrame(base)}
     source = opened(File({"w": base_coded(2, 0)}, features="lossless").bytes(), bases).tensors["w"]
     with pytest.raises(CorruptionError, match=r"tensor 'w': chunk 0: .*constant"):
         patterns_of(source)
@@ -288,47 +291,48 @@ def test_broken_codes_of_a_base_are_named_by_the_chunk() -> None:
 
 
 def moments_of(n_parameters: int, n: int) -> dict[str, ArraySource]:
-    """First moments before second ones, whose magnitudes their contexts read."""
+    """Generate the first and second Adam moments, [n] each, of parameters with gradients of 1e-4 to 1e-2.
+
+    The contexts of a first moment are the magnitudes of the second, which follows it.
+    """
     tensors = {}
     for i in range(n_parameters):
         scale = 10.0 ** np.random.default_rng(i).uniform(-4, -2, n)
         first = (np.random.default_rng(i).normal(0, 1, n) * scale).astype(np.float32)
         second = (scale**2 * np.random.default_rng(i).uniform(0.5, 2, n)).astype(np.float32)
-        tensors[f"optimizer.p{i}.exp_avg"] = of(first)
-        tensors[f"optimizer.p{i}.exp_avg_sq"] = of(second)
+        tensors[f"optimizer.p{i}.exp_avg"] = source_of(first)
+        tensors[f"optimizer.p{i}.exp_avg_sq"] = source_of(second)
     return tensors
 
 
-def check_moments(tensors: Mapping[str, ArraySource], jobs: int) -> Container:
-    """Write them, and hold what is read against what the index says of it."""
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_more_moments_than_cached_plans_are_restored_within_their_recorded_error(jobs: int) -> None:
+    """Contexts of first moments use the plans of second ones, of which the writer caches `MAX_PLANS`."""
+    tensors = moments_of(MAX_PLANS + 2, 3000)
     data, written = write(tensors, jobs=jobs, config=Grid())
     assert written.n_lossy == len(tensors)
     container = opened(data)
     for entry in container.index.tensors:
         exact = tensors[entry.name].flat.view(np.float32).astype(np.float64)
-        found = patterns_of(container.tensors[entry.name]).view(np.float32).astype(np.float64)
-        assert 0 < np.abs(found - exact).max() <= entry.lossy.max_abs_error
-        assert (found[exact > 0] > 0).all() or entry.name.endswith("exp_avg")
-    return container
-
-
-@pytest.mark.parametrize("jobs", [1, 2])
-def test_more_moments_than_plans_are_held_come_back(jobs: int) -> None:
-    tensors = moments_of(MAX_PLANS + 2, 3000)
-    container = check_moments(tensors, jobs)
-    grouped = [name for name, source in container.tensors.items() if source.header.plan.context_tensor_names]
-    assert grouped == [name for name in tensors if name.endswith("exp_avg")]
+        decoded = patterns_of(container.tensors[entry.name]).view(np.float32).astype(np.float64)
+        assert 0 < np.abs(decoded - exact).max() <= entry.lossy.max_abs_error
+        assert (decoded[exact > 0] > 0).all() or entry.name.endswith("exp_avg")
+    with_contexts = [
+        name for name, source in container.tensors.items() if source.header.plan.context_tensor_names
+    ]
+    assert with_contexts == [name for name in tensors if name.endswith("exp_avg")]
 
 
 # --- records ------------------------------------------------------------------------------------
 
 
 def record(measured: float, promise: Any = "quality-drop") -> QualityRecord:
+    """Return a record of a loss that may rise by 1 % from 2.0."""
     return QualityRecord(promise, "loss", 0.01, True, True, 2.0, measured, True, "2026-01-01")
 
 
-def test_records_are_put_into_a_finished_file_and_its_frames_stay(tmp_path: Path) -> None:
-    data, written = write({"w": of(weights(6400, (64, 100)))}, config=KMeans(levels=8))
+def test_quality_records_are_added_to_a_finished_file_without_changing_its_tensors(tmp_path: Path) -> None:
+    data, written = write({"w": source_of(weights(6400, (64, 100)))}, config=KMeans(levels=8))
     path = tmp_path / "w.ckptz"
     path.write_bytes(data)
     records = [record(2.01, "none"), record(2.005)]
@@ -340,8 +344,8 @@ def test_records_are_put_into_a_finished_file_and_its_frames_stay(tmp_path: Path
     assert np.array_equal(patterns_of(after.tensors["w"]), patterns_of(before.tensors["w"]))
 
 
-def test_a_file_becomes_shorter_where_records_go(tmp_path: Path) -> None:
-    data, written = write({"w": of(weights(6400, (64, 100)))}, config=KMeans(levels=8))
+def test_a_file_shrinks_to_its_old_bytes_when_records_are_removed(tmp_path: Path) -> None:
+    data, written = write({"w": source_of(weights(6400, (64, 100)))}, config=KMeans(levels=8))
     path = tmp_path / "w.ckptz"
     path.write_bytes(data)
     amend_quality(path, [record(2.0 + i / 1000) for i in range(9)])
@@ -349,8 +353,8 @@ def test_a_file_becomes_shorter_where_records_go(tmp_path: Path) -> None:
     assert path.read_bytes() == data
 
 
-def test_metadata_are_added_to_a_finished_file(tmp_path: Path) -> None:
-    data, _ = write({"w": of(weights(40))}, metadata={"author": "somebody", "run": "1"})
+def test_metadata_is_added_to_a_finished_file(tmp_path: Path) -> None:
+    data, _ = write({"w": source_of(weights(40))}, metadata={"author": "somebody", "run": "1"})
     path = tmp_path / "w.ckptz"
     path.write_bytes(data)
     assert amend_metadata(path, {"run": "2", "step": "7"}) == path.stat().st_size
@@ -359,8 +363,8 @@ def test_metadata_are_added_to_a_finished_file(tmp_path: Path) -> None:
     assert np.array_equal(patterns_of(after.tensors["w"]), patterns_of(opened(data).tensors["w"]))
 
 
-def test_a_file_that_is_none_is_not_amended(tmp_path: Path) -> None:
-    data, _ = write({"w": of(weights(40))})
+def test_a_damaged_file_is_not_amended(tmp_path: Path) -> None:
+    data, _ = write({"w": source_of(weights(40))})
     path = tmp_path / "w.ckptz"
     damaged = data[:-1] + bytes((data[-1] ^ 1,))
     path.write_bytes(damaged)
@@ -369,44 +373,47 @@ def test_a_file_that_is_none_is_not_amended(tmp_path: Path) -> None:
     assert path.read_bytes() == damaged
 
 
-# --- bases within -------------------------------------------------------------------------------
+# --- inline bases -------------------------------------------------------------------------------
 
 
-def test_codes_of_a_base_go_within_as_they_are() -> None:
-    full = opened(write({"w": of(OLD)}, config=LOSSY)[0])
-    data, _ = write({"w": of(NEW)}, full.tensors)
-    container = opened(data, full.tensors)
-    needed = [NeededBase(content_id="0" * 64, file="base", tensors=full.tensors)]
-    sink, steps = io.BytesIO(), list[int]()
+def with_inline_base(container: Container, base: Sources) -> tuple[Container, int]:
+    """Write a delta and its base as one file; return it, and the tensor bytes that progress counted."""
+    needed = [NeededBase(content_id="0" * 64, file="base", tensors=base)]
+    sink, tensor_bytes = io.BytesIO(), list[int]()
     with Workers(1) as workers:
-        n_bytes = write_inline(sink, container, needed, workers, steps.append)
-    found = opened(sink.getvalue())
-    assert n_bytes == found.stored_bytes
-    assert sum(steps) > 0
+        n_bytes = write_inline(sink, container, needed, workers, tensor_bytes.append)
+    joined = opened(sink.getvalue())
+    assert n_bytes == joined.stored_bytes
+    return joined, sum(tensor_bytes)
+
+
+def test_the_streams_of_a_lossy_base_are_copied_into_an_inline_base() -> None:
+    full = opened(write({"w": source_of(OLD)}, config=LOSSY)[0])
+    data, _ = write({"w": source_of(NEW)}, full.tensors)
+    container = opened(data, full.tensors)
+    joined, tensor_bytes = with_inline_base(container, full.tensors)
+    assert tensor_bytes > 0
     assert "maps" not in container.features
-    assert found.features == {"inline", "lossless", "maps"}
-    assert same(found, {"w": of(NEW)})
-    frame = found.inline[0].tensors["w"]
+    assert joined.features == {"inline", "lossless", "maps"}
+    assert_restores(joined, {"w": source_of(NEW)})
+    frame = joined.inline[0].tensors["w"]
     assert [piece.tobytes() for piece in frame.stored_pieces()] == [
         piece.tobytes() for piece in full.tensors["w"].stored_pieces()
     ]
 
 
-def test_a_base_of_outer_products_goes_within_as_it_is() -> None:
+def test_a_low_rank_base_is_copied_into_an_inline_base() -> None:
     full = opened((SPEC / "vectors/valid/map-low-rank-linear.ckptz").read_bytes())
     name, source = next((n, s) for n, s in full.tensors.items() if s.header.plan.outer is not None)
     new = {name: ArraySource(source.dtype, source.shape, source.patterns(0, source.n_patterns) ^ 1)}
     data, written = write(new, {name: source}, config=SPARSELY)
     assert written.n_deltas == 1
-    sink, needed = io.BytesIO(), [NeededBase(content_id="0" * 64, file="base", tensors={name: source})]
-    with Workers(1) as workers:
-        write_inline(sink, opened(data, full.tensors), needed, workers)
-    found = opened(sink.getvalue())
-    assert found.features == {"inline", "lossless", "low-rank", "maps"}
-    assert same(found, new)
+    joined, _ = with_inline_base(opened(data, full.tensors), {name: source})
+    assert joined.features == {"inline", "lossless", "low-rank", "maps"}
+    assert_restores(joined, new)
 
 
-def test_codes_of_a_base_come_without_the_patterns_that_nobody_asked_for() -> None:
-    """A frame that reads values and codes of its base gives its own codes from the base's codes alone."""
+def test_a_chunk_decoded_to_codes_only_returns_its_codes() -> None:
+    """The codes of a frame that uses values and codes of its base depend only on the base's codes."""
     decoded = Decoded(None, np.array([1, 2], np.uint8))
-    assert _DecodedChunk(None, decoded).codes(0, 2) is decoded.codes  # no frame is asked
+    assert _DecodedChunk(None, decoded).codes(0, 2) is decoded.codes

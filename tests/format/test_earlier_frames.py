@@ -1,4 +1,4 @@
-"""Frames copied from an earlier file: the bytes are those of encoding, and what may differ is encoded."""
+"""Frames copied from an earlier file of the same job: a copy has the bytes that encoding would give."""
 
 import io
 from collections.abc import Mapping
@@ -28,7 +28,11 @@ from tests.support.search_support import model
 
 
 def training_state(drift: float = 0.0) -> dict[str, TensorSource]:
-    """Weights, Adam's moments, of which one cannot be lossy, and integers."""
+    """Generate three weights with Adam moments, one of which has a NaN and stays lossless, and integers.
+
+    Args:
+        drift: relative change of the weights.
+    """
     generator = torch.Generator().manual_seed(7)
     state: dict[str, torch.Tensor] = {"ids": torch.arange(600)}
     for name, shape in {"up.weight": (96, 80), "down.weight": (80, 96), "up.bias": (96,)}.items():
@@ -40,7 +44,8 @@ def training_state(drift: float = 0.0) -> dict[str, TensorSource]:
     return {name: source_of(name, tensor) for name, tensor in state.items()}
 
 
-def written(job: WriteJob, earlier: Earlier | None = None) -> tuple[bytes, Written]:
+def write(job: WriteJob, earlier: Earlier | None = None) -> tuple[bytes, Written]:
+    """Write a file to memory; return its bytes and report."""
     sink = io.BytesIO()
     with Workers(2) as workers, prepared(job) as ready:
         report = write_container(sink, FilePlan.of(ready, earlier), workers)
@@ -53,18 +58,19 @@ def recipes_of(job: WriteJob) -> Mapping[str, Recipe]:
 
 
 def earlier_of(job: WriteJob) -> Earlier:
-    data, report = written(job)
+    """Write a file that later ones may copy frames from."""
+    data, report = write(job)
     return Earlier(Container(MemoryBytes(data)).tensors, recipes_of(job), dict(report.tensor_notes))
 
 
 def counted_chunks(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Chunks that are encoded from now on."""
+    """Return a list to which each chunk is appended when it is encoded."""
     encoded: list[object] = []
-    real = frame_writer._encode_all
+    real_encode_all = frame_writer._encode_all
 
     def encode_all(planning: Any, batch: Any) -> Any:
         encoded.extend(batch)
-        return real(planning, batch)
+        return real_encode_all(planning, batch)
 
     monkeypatch.setattr(frame_writer, "_encode_all", encode_all)
     return encoded
@@ -77,49 +83,47 @@ def counted_chunks(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         (LOSSLESS, LOSSLESS, 10),
         (KMeans(levels=16), KMeans(levels=8), 8),
         (KMeans(levels=16), LOSSLESS, 8),
-        (Grid(step=1.0), Grid(step=2.0), 7),  # the bias is rounded as finely as the step asks
+        (Grid(step=1.0), Grid(step=2.0), 7),  # it applies to both weights and the bias
         (Grid(step=1.0), Grid(step=1.0), 10),
         (LOSSLESS, Grid(step=1.0), 1),
     ],
 )
-def test_copying_gives_the_bytes_and_the_report_of_encoding(
+def test_copied_frames_give_the_same_file_and_report_as_encoded_ones(
     monkeypatch: pytest.MonkeyPatch, first: Method, second: Method, n_copied: int, has_base: bool
 ) -> None:
     tensors, bases = training_state(), training_state(drift=1e-3) if has_base else {}
     ref = BaseRef(content_id="0" * 64, file="base.ckptz", depth=1) if has_base else None
     job = WriteJob(tensors=tensors, config=second, base=ref, bases=bases, guides={})
-    expected, report = written(job)
+    expected_bytes, expected_report = write(job)
     earlier = earlier_of(replace(job, config=first))
     encoded = counted_chunks(monkeypatch)
-    found, again = written(job, earlier)
-    assert found == expected
-    assert again == report
+    data, report = write(job, earlier)
+    assert data == expected_bytes
+    assert report == expected_report
     assert len(tensors) - len(encoded) == n_copied
     assert bool(report.n_deltas) == has_base
 
 
-def test_a_moment_is_copied_only_with_the_one_that_its_classes_depend_on() -> None:
+def test_a_first_moment_is_copied_only_together_with_the_second_moment_of_its_contexts() -> None:
     job = WriteJob(tensors=training_state(), config=Grid(), guides={})
     recipes, earlier = recipes_of(job), earlier_of(job)
-    first, second = (f"optimizer.up.weight.exp_avg{end}" for end in ("", "_sq"))
+    first, second = "optimizer.up.weight.exp_avg", "optimizer.up.weight.exp_avg_sq"
     assert {first, second} <= earlier.reusable(recipes).keys()
     changed = recipes | {second: recipes["ids"]}
     assert not {first, second} & earlier.reusable(changed).keys()
 
 
-def test_progress_counts_what_is_copied_as_well() -> None:
+def test_progress_includes_copied_tensors() -> None:
     tensors = training_state()
     job = WriteJob(tensors=tensors)
     earlier = earlier_of(job)
-    done: list[int] = []
+    tensor_bytes: list[int] = []
     with Workers(1) as workers, prepared(job) as ready:
-        write_container(io.BytesIO(), FilePlan.of(ready, earlier), workers, done.append)
-    assert sum(done) == sum(source.dtype.n_bytes(source.shape) for source in tensors.values())
+        write_container(io.BytesIO(), FilePlan.of(ready, earlier), workers, tensor_bytes.append)
+    assert sum(tensor_bytes) == sum(source.dtype.n_bytes(source.shape) for source in tensors.values())
 
 
-def test_a_search_encodes_once_what_no_setting_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_search_encodes_lossless_tensors_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_file(model(moments=True), tmp_path / "step.safetensors")
     encoded = counted_chunks(monkeypatch)
     exact = load_file(tmp_path / "step.safetensors")
@@ -127,17 +131,17 @@ def test_a_search_encodes_once_what_no_setting_changes(
     def loss(state: dict[str, Any]) -> float:
         return 1 + sum(float(((state[n].numpy() - exact[n]) ** 2).mean()) for n in state)
 
-    asked = SearchOptions(budgets=(Budget(loss, 1e-5),), max_evaluations=3)
-    (report,) = compress([tmp_path / "step.safetensors"], tmp_path / "out.ckptz", jobs=1, search=asked)
-    n_more = len(report.search.trials) - 1
-    assert n_more >= 1
-    assert len(encoded) == report.n_tensors + n_more * report.n_lossy
+    options = SearchOptions(budgets=(Budget(loss, 1e-5),), max_evaluations=3)
+    (report,) = compress([tmp_path / "step.safetensors"], tmp_path / "out.ckptz", jobs=1, search=options)
+    n_further = len(report.search.trials) - 1
+    assert n_further >= 1
+    assert len(encoded) == report.n_tensors + n_further * report.n_lossy
 
 
-def test_another_draw_of_random_rounding_copies_no_lossy_frame() -> None:
+def test_another_dither_seed_copies_only_lossless_frames() -> None:
     job = WriteJob(tensors=training_state(), config=KMeans(levels=16))
     earlier, recipes = earlier_of(job), recipes_of(job)
     with prepared(job) as ready:
-        same, other = (FilePlan.of(ready, earlier, draw).prepare(map) for draw in (0, 1))
-    assert {name for name in same if recipes[name].is_lossy}
-    assert {*other} == {name for name in same if not recipes[name].is_lossy}
+        same_seed, other_seed = (FilePlan.of(ready, earlier, draw).prepare(map) for draw in (0, 1))
+    assert {name for name in same_seed if recipes[name].is_lossy}
+    assert {*other_seed} == {name for name in same_seed if not recipes[name].is_lossy}

@@ -1,4 +1,4 @@
-"""Files of every version of the format decode to what they held; see tests/old/README.md."""
+"""Files of every version of the format decode to the recorded digests; see tests/old/README.md."""
 
 import hashlib
 import json
@@ -16,12 +16,12 @@ FILES = sorted(FOLDER.glob("*/*.ckptz"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")
-def test_an_old_file_decodes_to_what_it_held(path: Path) -> None:
+def test_an_old_file_decodes_to_its_recorded_digests(path: Path) -> None:
     expected = json.loads((path.parent / "digests.json").read_text())[path.name]
     assert {n: hashlib.sha256(t.tobytes()).hexdigest() for n, t in load_file(path).items()} == expected
 
 
-def test_every_file_is_of_the_version_of_its_folder() -> None:
+def test_every_file_has_the_format_version_of_its_folder() -> None:
     assert {path.parent.name for path in FILES} >= {FORMAT_VERSION}
     for path in FILES:
         metadata = read_envelope(MemoryBytes(path.read_bytes())).metadata
