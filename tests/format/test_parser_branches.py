@@ -1,4 +1,4 @@
-"""Branches of the parsers that no vector reaches: other callers, other threads, files that change."""
+"""Branches of the parsers that no vector reaches: threads, caches, URLs, failing disks, files that change."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_integers_are_little_endian_and_bounded() -> None:
 # --- frame --------------------------------------------------------------------------------------
 
 
-def test_a_header_of_another_length_than_it_says_is_corrupt() -> None:
+def test_a_frame_header_whose_length_differs_from_its_length_field_is_corrupt() -> None:
     content = Frame().header[:-8] + b"\0"
     with pytest.raises(CorruptionError, match="length does not match"):
         FrameHeader.parse(content + xxh64(content).to_bytes(8, "little"))
@@ -77,7 +77,7 @@ def test_a_header_of_another_length_than_it_says_is_corrupt() -> None:
         FrameHeader.parse(bytes(11))
 
 
-def test_bytes_that_do_not_fit_their_header_are_corrupt() -> None:
+def test_a_chunk_that_contradicts_its_frame_header_is_corrupt() -> None:
     stream, out = StreamRecord(CoderId.RANS_SHARED, 9), np.empty(4, np.uint8)
     payload = np.zeros(9, np.uint8)
     record = ChunkRecord(xxh64(payload), 0, (stream,))
@@ -111,7 +111,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_truncated(tmp_path: Path) -> Non
         source.read(0, 10)
 
 
-def test_a_disk_that_fails_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "f"
     path.write_bytes(bytes(10))
 
@@ -124,7 +124,7 @@ def test_a_disk_that_fails_names_the_file(tmp_path: Path, monkeypatch: pytest.Mo
         source.read(0, 10)
 
 
-def test_a_system_without_reads_at_a_place_seeks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_without_preadv_seeks_and_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "bytes"
     path.write_bytes(b"0123456789")
     monkeypatch.delattr(os, "preadv", raising=False)  # as on Windows
@@ -133,14 +133,14 @@ def test_a_system_without_reads_at_a_place_seeks(tmp_path: Path, monkeypatch: py
     source.close()
 
 
-def test_large_reads_are_made_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_reads_are_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "f"
     path.write_bytes(bytes(range(10)))
     monkeypatch.setattr(byte_source, "MAX_READ", 3)
     assert FileBytes(path).read(0, 10).tolist() == list(range(10))
 
 
-def test_what_is_no_regular_file_is_refused(tmp_path: Path) -> None:
+def test_a_pipe_is_not_opened_as_a_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ConfigError, match="not a regular file"):
         FileBytes(tmp_path / "pipe")
@@ -149,43 +149,44 @@ def test_what_is_no_regular_file_is_refused(tmp_path: Path) -> None:
 # --- caches -------------------------------------------------------------------------------------
 
 
-def test_the_chunk_cache_holds_what_was_used_last_and_no_more_than_it_may() -> None:
+def test_the_chunk_cache_evicts_the_least_recently_used_chunks() -> None:
+    """Of four chunks with room for three, the second is decoded again; a larger chunk is never cached."""
     cache = CachedChunks(3 * VALUES.nbytes)
     for i in range(3):
         cache.get(("w", i), lambda: Decoded(VALUES.copy(), None))
-    cache.get(("w", 0), lambda: pytest.fail("it is held"))
+    cache.get(("w", 0), lambda: pytest.fail("the value is cached"))
     cache.get(("w", 3), lambda: Decoded(VALUES.copy(), None))
     assert cache.weight == 3 * VALUES.nbytes
-    again: list[int] = []
-    cache.get(("w", 1), lambda: again.append(1) or Decoded(VALUES.copy(), None))
-    assert again == [1]
+    decoded_again: list[int] = []
+    cache.get(("w", 1), lambda: decoded_again.append(1) or Decoded(VALUES.copy(), None))
+    assert decoded_again == [1]
     cache.get(("big", 0), lambda: Decoded(np.zeros(1000, np.uint8), None))
     assert cache.weight == 3 * VALUES.nbytes
     cache.clear()
     assert cache.weight == 0
 
 
-def test_threads_that_want_one_chunk_wait_for_one_decoding() -> None:
+def test_a_chunk_that_two_threads_need_is_decoded_once() -> None:
     cache, started, release, calls = CachedChunks(), threading.Event(), threading.Event(), []
 
-    def slow() -> Decoded:
+    def decode() -> Decoded:
         calls.append(1)
         started.set()
         release.wait(60)
         return Decoded(VALUES, None)
 
-    threads = [threading.Thread(target=cache.get, args=(("w", 0), slow)) for _ in range(2)]
+    threads = [threading.Thread(target=cache.get, args=(("w", 0), decode)) for _ in range(2)]
     threads[0].start()
     started.wait(60)
     threads[1].start()
-    threads[1].join(0.1)  # time to come to the lock; without it the test holds too
+    threads[1].join(0.1)  # let it wait for the lock; the test also passes if it is later
     release.set()
     for thread in threads:
         thread.join(60)
     assert calls == [1]
 
 
-def test_a_chunk_that_another_thread_kept_meanwhile_is_not_kept_twice() -> None:
+def test_a_chunk_that_another_thread_cached_meanwhile_is_counted_once() -> None:
     cache, chunk = CachedChunks(), Decoded(VALUES, None)
 
     def decode() -> Decoded:
@@ -196,117 +197,113 @@ def test_a_chunk_that_another_thread_kept_meanwhile_is_not_kept_twice() -> None:
     assert cache.weight == VALUES.nbytes
 
 
-def test_the_last_chunks_hold_no_more_than_they_may() -> None:
+def test_the_last_chunks_stay_within_their_capacity() -> None:
+    """Two chunks fit. A chunk of the next file removes the one that it replaces, even if it does not fit."""
     last, records = caches.LastChunks(lambda: 2 * VALUES.nbytes), [ChunkRecord(i, i, ()) for i in range(2)]
     for i in range(3):
         last.put("w", i, records[0], Decoded(VALUES, None))
     assert [last.get("w", i, records[0]) is not None for i in range(3)] == [True, True, False]
-    assert last.get("w", 0, records[1]) is None, "of another file"
-    last.put("w", 0, records[1], Decoded(np.zeros(100, np.uint32), None))  # which replaces what fitted
+    assert last.get("w", 0, records[1]) is None, "the record of another file"
+    last.put("w", 0, records[1], Decoded(np.zeros(100, np.uint32), None))
     assert last.get("w", 0, records[0]) is last.get("w", 0, records[1]) is None
     assert last.n_bytes == VALUES.nbytes
 
 
-def test_the_header_cache_keeps_one_header_whatever_it_weighs() -> None:
+def test_the_header_cache_keeps_the_newest_header_whatever_its_size() -> None:
     cache, header = HeaderCache(1), Frame().parse()
 
     def parse() -> FrameHeader:
-        cache.get("a", lambda: header)  # another thread was first
+        cache.get("a", lambda: header)  # as if another thread were faster
         return header
 
     assert cache.get("a", parse) is header
     assert cache.get("b", lambda: header) is header
-    again: list[int] = []
-    cache.get("b", lambda: pytest.fail("it is held"))
-    cache.get("a", lambda: again.append(1) or header)
-    assert again == [1]
+    parsed_again: list[int] = []
+    cache.get("b", lambda: pytest.fail("the value is cached"))
+    cache.get("a", lambda: parsed_again.append(1) or header)
+    assert parsed_again == [1]
 
 
 # --- container ----------------------------------------------------------------------------------
 
 
-def test_a_plain_file_is_no_container() -> None:
+def test_a_plain_safetensors_file_is_not_opened_as_a_container() -> None:
     source = MemoryBytes(build_header([], None))
     with pytest.raises(FormatError, match=r"not a \.ckptz file"):
         Container(source, read_envelope(source))
 
 
-def is_text(text: str) -> bool:
-    try:
-        return bool(text.encode())
-    except UnicodeEncodeError:
-        return False
-
-
-def test_a_string_of_json_has_no_half_of_a_surrogate_pair() -> None:
+def test_json_with_an_unpaired_surrogate_is_corrupt() -> None:
+    """Strings of four of these escapes and characters; the others must have the value that Python parses."""
     pieces = (r"\ud800", r"\uDBff", r"\udc00", r"\uDFFF", r"\ud7ff", r"\ue000", r"\\", r"\n", "ud800", "x")
-    for some in itertools.product(pieces, repeat=4):
-        text = f'["{"".join(some)}"]'
-        if is_text(json.loads(text)[0]):
-            assert strict_json(text.encode(), "it") == json.loads(text)
+    for combination in itertools.product(pieces, repeat=4):
+        text = f'["{"".join(combination)}"]'
+        value = json.loads(text)
+        if any("\ud800" <= character <= "\udfff" for character in value[0]):
+            with pytest.raises(CorruptionError, match="header: not valid JSON"):
+                strict_json(text.encode(), "header")
         else:
-            with pytest.raises(CorruptionError, match="it: not valid JSON"):
-                strict_json(text.encode(), "it")
+            assert strict_json(text.encode(), "header") == value
 
 
-def test_json_means_the_same_as_we_write_it_and_with_blanks() -> None:
+def test_an_index_with_white_space_or_without_compression_is_parsed_the_same() -> None:
     entry = TensorEntry("w", "F32", (2, 3), 0, 40, "0" * 16)
-    packed = pack_index(Index("by hand", "0" * 64, (entry,), metadata={"a": "ä"}, tree={"x": [1, 0.5, None]}))
+    packed = pack_index(Index("test", "0" * 64, (entry,), metadata={"a": "ä"}, tree={"x": [1, 0.5, None]}))
     text = zlib.decompress(packed[1:])
-    spaced = json.dumps(json.loads(text), indent=1).encode()
-    assert parse_index(b"\0" + spaced) == parse_index(b"\0" + text) == parse_index(packed)
-    for twice in (b'{"a":1,"a":1}', b'{"a": 1, "a": 1}'):
+    indented = json.dumps(json.loads(text), indent=1).encode()
+    assert parse_index(b"\0" + indented) == parse_index(b"\0" + text) == parse_index(packed)
+    for duplicate_key in (b'{"a":1,"a":1}', b'{"a": 1, "a": 1}'):
         with pytest.raises(CorruptionError, match="a key occurs twice"):
-            strict_json(twice, "it")
+            strict_json(duplicate_key, "header")
 
 
-def test_an_index_larger_than_any_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_above_the_limit_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index, "MAX_INDEX_BYTES", 10)
     with pytest.raises(CorruptionError, match="larger than 64 MiB"):
         open_bytes(File().bytes())
 
 
-def test_a_frame_that_was_decoded_is_a_source_like_others() -> None:
+def test_decoded_and_cached_frames_are_tensor_sources() -> None:
     source = open_bytes(File().bytes()).tensors["w"]
-    held = reader._DecodedChunk(source, source.decoded(0, False, {}))
+    decoded = reader._DecodedChunk(source, source.decoded(0, False, {}))
     cached = CachedTensor.of_frame(source)
-    assert source.decoded(0, True, {(source, False): held.chunk}) is held.chunk
-    for one in (held, cached):
-        assert (one.dtype, one.shape) == (source.dtype, source.shape)
-        assert one.patterns(0, 4).tobytes() == b"\1\2\3\4"
-        assert one.codes(0, 4) is None
+    assert source.decoded(0, True, {(source, False): decoded.chunk}) is decoded.chunk
+    for view in (decoded, cached):
+        assert (view.dtype, view.shape) == (source.dtype, source.shape)
+        assert view.patterns(0, 4).tobytes() == b"\1\2\3\4"
+        assert view.codes(0, 4) is None
     assert cached.n_codes is None
     assert cached.stored == source.stored
 
 
-def test_a_source_without_a_frame_has_no_codes() -> None:
+def test_an_array_source_has_no_codes() -> None:
     source = ArraySource.from_buffer(dtype_of("U8"), (4,), b"\1\2\3\4")
     assert (source.stored, source.n_codes) == (None, None)
     patterns, codes = source.patterns_and_codes(1, 3)
     assert (patterns.tobytes(), codes) == (b"\2\3", None)
 
 
-def test_sources_of_a_chunk_that_are_not_open() -> None:
-    none = ChunkSources(0, 2)
+def test_a_chunk_whose_base_or_context_tensor_is_not_open_is_refused() -> None:
+    sources = ChunkSources(0, 2)
     with pytest.raises(MissingBaseError, match="its base is not open"):
-        none.base_patterns()
+        sources.base_patterns()
     with pytest.raises(MissingBaseError, match="the base is not open"):
-        none.base_codes()
+        sources.base_codes()
     with pytest.raises(CorruptionError, match="'v', which is not open"):
-        none.patterns_of("v")
+        sources.patterns_of("v")
 
 
-# --- bytes behind URLs ----------------------------------------------------------------------------
+# --- URLs ---------------------------------------------------------------------------------------
 
 
-def test_bytes_behind_a_url_are_read_by_ranges() -> None:
+def test_bytes_of_a_url_are_read_by_ranges() -> None:
     path = path_of("memory://parser/bytes")
     path.write_bytes(b"0123456789")
     source = UrlBytes(path)
     assert (source.size, source.read(3, 4).tobytes()) == (10, b"3456")
     with pytest.raises(TruncatedError, match="should have 11"):
         source.read(10, 1)
-    source.size = 20  # it was so long when it was opened
+    source.size = 20  # as if the file had shrunk after it was opened
     with pytest.raises(OSError, match="only 2 of 5 bytes came through"):
         source.read(8, 5)
     source.close()
@@ -317,7 +314,7 @@ def test_bytes_behind_a_url_are_read_by_ranges() -> None:
 @pytest.mark.parametrize(
     ("missing", "remedy"), [("upath", r"'ckptz\[remote\]' s3fs"), ("botocore", "botocore")]
 )
-def test_a_url_whose_package_is_missing_names_it(
+def test_a_url_whose_package_is_missing_says_what_to_install(
     missing: str, remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def module(_: str) -> None:
@@ -328,17 +325,18 @@ def test_a_url_whose_package_is_missing_names_it(
         path_of("s3://a/b")
 
 
-def test_a_protocol_that_tells_nothing_of_a_file_can_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    def tells_nothing(*_: object, **__: object) -> None:
+def test_a_file_system_without_file_information_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def info(*_: object, **__: object) -> None:
         raise NotImplementedError
 
-    path = path_of("memory://parser/silent")
+    path = path_of("memory://parser/no-info")
     path.write_bytes(b"0")
-    monkeypatch.setattr(type(path.fs), "info", tells_nothing)
-    assert path_of("memory://parser/silent") == path
+    monkeypatch.setattr(type(path.fs), "info", info)
+    assert path_of("memory://parser/no-info") == path
 
 
-def test_a_server_that_sends_a_byte_now_and_then_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_below_the_minimum_rate_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call is 1.01 `PATIENCE` later: one with twice `LEAST_RATE` passes, the next has one byte."""
     now = itertools.count(step=byte_source.PATIENCE)
     monkeypatch.setattr(byte_source.time, "monotonic", lambda: next(now) * 1.01)
     pace = byte_source.Pace("http://slow")
@@ -347,96 +345,98 @@ def test_a_server_that_sends_a_byte_now_and_then_is_given_up(monkeypatch: pytest
         pace.add(1)
 
 
-def test_a_bucket_that_needs_a_key_is_told_with_a_remedy() -> None:
-    """By the class of botocore, which may be missing."""
+def test_missing_credentials_are_reported_with_a_remedy() -> None:
+    """The error is recognised by its class name, because botocore may not be installed."""
     error = type("NoCredentialsError", (Exception,), {})("Unable to locate credentials")
-    raised = byte_source.failed("s3://runs/a", error)
-    assert raised.filename == "s3://runs/a"
-    assert "Unable to locate credentials; set AWS_PROFILE, or pass --storage-options" in str(raised)
+    os_error = byte_source.failed("s3://runs/a", error)
+    assert os_error.filename == "s3://runs/a"
+    assert "Unable to locate credentials; set AWS_PROFILE, or pass --storage-options" in str(os_error)
 
 
-def test_errors_of_url_libraries_name_the_url_and_others_stay() -> None:
-    class Refused(Exception):
-        """Of a library."""
+def test_only_errors_of_url_libraries_become_errors_that_name_the_url() -> None:
+    class AccessError(Exception):
+        """An error of a URL library."""
 
     @byte_source.naming_urls
     def read(name: str, error: Exception) -> None:
         raise error
 
     for name, error, kind in (
-        ("s3://a/b", Refused("no access"), OSError),
-        ("plain", Refused("no access"), Refused),
-        ("s3://a/b", ConfigError("said"), ConfigError),
+        ("s3://a/b", AccessError("no access"), OSError),
+        ("plain", AccessError("no access"), AccessError),
+        ("s3://a/b", ConfigError("other"), ConfigError),
     ):
-        with pytest.raises(kind, match=r"s3://a/b|no access|said"):
+        with pytest.raises(kind, match=r"s3://a/b|no access|other"):
             read(name, error)
 
 
-def test_paths_of_urls() -> None:
+def test_only_urls_of_files_become_local_paths() -> None:
     assert path_of("file:///tmp/x") == path_of("/tmp/x") == Path("/tmp/x")
     assert path_of(Path("a")) == Path("a")
     with pytest.raises(ConfigError, match="nothing://x: Unsupported filesystem: 'nothing'"):
         path_of("nothing://x")
 
 
-def test_errors_of_others_keep_their_names(tmp_path: Path) -> None:
+def test_an_error_about_another_file_is_not_renamed(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="other"), Publication().file(tmp_path / "x"):
-        raise OSError(5, "other", "elsewhere")
+        raise OSError(5, "other", "another-file")
     assert not list(tmp_path.iterdir())
 
 
-def test_an_index_that_no_reader_accepts_is_not_written() -> None:
+def test_an_index_above_the_limits_of_readers_is_not_written() -> None:
     with pytest.raises(ConfigError, match="does not fit into one file"):
-        pack_index(Index("by hand", "", (), tree={"root": [0] * (1 << 22), "storages": []}))
+        pack_index(Index("test", "", (), tree={"root": [0] * (1 << 22), "storages": []}))
 
 
-def test_the_bounds_of_chunks_are_those_of_the_header() -> None:
+def test_the_only_chunk_of_a_tensor_has_all_its_patterns() -> None:
     source = open_bytes(File().bytes()).tensors["w"]
     assert list(source.chunk_bounds()) == [(0, 4)]
     source.checked_payload(0)
 
 
-# --- what a chunk is decoded from -----------------------------------------------------------------
+# --- dependencies of a chunk --------------------------------------------------------------------
 
 
 @dataclass(eq=False)
-class Link:
-    """A frame that is decoded from some others."""
+class FakeFrame:
+    """A frame with given dependencies and decoded size in bytes, which counts how often it is decoded."""
 
-    below: list[Link] = field(default_factory=list)
+    dependencies: list[FakeFrame] = field(default_factory=list)
     size: int = 1
     n_decoded: int = 0
 
     def needs(self, only_codes: bool) -> list[Node]:
-        return [(one, only_codes) for one in self.below]
+        return [(frame, only_codes) for frame in self.dependencies]
 
-    def decoded(self, index: int, only_codes: bool, held: DecodedBases) -> Decoded:
-        assert all((one, only_codes) in held for one in self.below)
+    def decoded(self, index: int, only_codes: bool, dependencies: DecodedBases) -> Decoded:
+        assert all(node in dependencies for node in self.needs(only_codes))
         self.n_decoded += 1
         return Decoded(np.zeros(self.size, np.uint8), None)
 
 
-def test_each_frame_below_a_chunk_is_decoded_once() -> None:
-    bottom = Link()
-    left, right = Link([bottom]), Link([bottom])
-    top = Link([left, right, left])
+def test_each_dependency_of_a_chunk_is_decoded_once() -> None:
+    bottom = FakeFrame()
+    left, right = FakeFrame([bottom]), FakeFrame([bottom])
+    top = FakeFrame([left, right, left])
     assert set(gather(0, [(top, False)])) == {(top, False)}
-    assert [one.n_decoded for one in (bottom, left, right, top)] == [1, 1, 1, 1]
+    assert [frame.n_decoded for frame in (bottom, left, right, top)] == [1, 1, 1, 1]
 
 
-def test_a_chunk_that_needs_too_many_others_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    top = Link()
+def test_a_chunk_with_too_many_dependencies_or_too_much_memory_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    top = FakeFrame()
     for _ in range(MAX_FRAMES - 1):
-        top = Link([top])
+        top = FakeFrame([top])
     gather(0, [(top, False)])
     with pytest.raises(LimitError, match="more than 256 others"):
-        gather(0, [(Link([top]), False)])
+        gather(0, [(FakeFrame([top]), False)])
     monkeypatch.setattr(caches, "MAX_HELD_BYTES", 10)
     with pytest.raises(LimitError, match="at once"):
-        gather(0, [(Link([Link(size=5), Link(size=6)]), False)])
+        gather(0, [(FakeFrame([FakeFrame(size=5), FakeFrame(size=6)]), False)])
 
 
-def test_vectors_that_nobody_needs_are_few() -> None:
+def test_outer_vectors_of_empty_tensors_are_limited() -> None:
     cache = HeaderCache()
     cache.charge_idle(MAX_IDLE_ELEMENTS)
     with pytest.raises(LimitError, match="tensors without patterns"):

@@ -1,4 +1,4 @@
-"""The decoder that was written from the specification alone reads what we write, as a process of its own."""
+"""The second decoder, written from the specification alone, reads our files; it runs in its own process."""
 
 import ast
 import hashlib
@@ -33,7 +33,7 @@ Row = dict[str, Any]
 
 
 def decode_alone(paths: Sequence[Path]) -> list[Row]:
-    """Return the output of the other decoder for each file, from one process that cannot import ckptz."""
+    """Return the output of the second decoder for each file, from one process that cannot import ckptz."""
     command = [sys.executable, "-s", "-E", str(DECODER), *map(str, paths)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert run.returncode in (0, 1), run.stderr
@@ -53,13 +53,14 @@ def test_it_decodes_every_valid_vector() -> None:
 
 def test_it_refuses_every_invalid_vector_by_its_rule() -> None:
     for vector, row in zip(INVALID, decode_alone([vector.paths[0] for vector in INVALID]), strict=True):
-        if "when" in vector.row:  # it follows no records
+        if "when" in vector.row:  # the rule is about optional records, which this decoder does not read
             assert "tensors" in row
         else:
             assert row["refused"]["rule"] in {vector.row["breaks"], *vector.row["also"]}, (vector.name, row)
 
 
 def test_it_refuses_inputs_that_are_too_large_to_be_vectors(tmp_path: Path) -> None:
+    """Vectors have at most 4096 bytes."""
     paths, rules = [], []
     for rule, cases in CASES.items():
         for number, case in enumerate(cases):
@@ -88,7 +89,7 @@ def test_it_receives_every_session_of_a_link() -> None:
 
 
 def random_state(rng: np.random.Generator) -> State:
-    """A few tensors of any type and shape, and two weights large enough for maps."""
+    """Generate 1 to 4 tensors of random dtype and shape, and two weights [64, 72], large enough for maps."""
     state: State = {}
     for i in range(int(rng.integers(1, 5))):
         dtype, shape = rng.choice(DTYPES), SHAPES[rng.integers(len(SHAPES))]
@@ -100,8 +101,8 @@ def random_state(rng: np.random.Generator) -> State:
     return state
 
 
-def moved(state: State, rng: np.random.Generator) -> State:
-    """The next checkpoint: floats drift, the rest stays."""
+def next_state(state: State, rng: np.random.Generator) -> State:
+    """Change each float by about 1 %; keep the other tensors."""
     return {
         name: np.asarray(t * (1 + 0.01 * rng.standard_normal(t.shape)), t.dtype) if t.dtype.kind == "f" else t
         for name, t in state.items()
@@ -109,7 +110,7 @@ def moved(state: State, rng: np.random.Generator) -> State:
 
 
 def random_chain(folder: Path, seed: int) -> list[Path]:
-    """A chain of three files by one configuration, in a folder of its own."""
+    """Write a chain of three files, lossless or with a random k-means configuration, to a new folder."""
     rng = np.random.default_rng(seed)
     lossy = KMeans(levels=int(rng.integers(2, 40)), prune=0.1 * (seed % 3), protect=0.01 * (seed % 2))
     config = {"config": lossy} if rng.random() < 0.6 else {}
@@ -119,7 +120,7 @@ def random_chain(folder: Path, seed: int) -> list[Path]:
         paths.append(folder / str(seed) / f"{step}.ckptz")
         base = paths[-2] if step else None
         save_file(state, paths[-1], {"seed": str(seed)}, base=base, **config)
-        state = moved(state, rng)
+        state = next_state(state, rng)
     return paths
 
 
@@ -130,16 +131,16 @@ def digests(path: Path) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("first", "n_chains"), [(0, 8), pytest.param(1000, 334, marks=pytest.mark.slow)], ids=["few", "1000"]
 )
-def test_it_reads_random_chains_as_we_do(tmp_path: Path, first: int, n_chains: int) -> None:
+def test_it_decodes_random_chains_to_the_same_values(tmp_path: Path, first: int, n_chains: int) -> None:
     paths = [path for seed in range(first, first + n_chains) for path in random_chain(tmp_path, seed)]
     for begin in range(0, len(paths), 51):
-        some = paths[begin : begin + 51]
-        for path, row in zip(some, decode_alone(some), strict=True):
+        batch = paths[begin : begin + 51]  # for one process
+        for path, row in zip(batch, decode_alone(batch), strict=True):
             assert "tensors" in row, row
             assert {tensor["name"]: tensor["sha256"] for tensor in row["tensors"]} == digests(path), path
 
 
-def test_it_writes_the_plain_file_that_was_compressed(tmp_path: Path) -> None:
+def test_it_restores_the_compressed_safetensors_file(tmp_path: Path) -> None:
     plain, out = tmp_path / "w.safetensors", tmp_path / "out.safetensors"
     save_plain({"w": np.arange(64, dtype=np.float32), "b": np.zeros(3, np.int8)}, plain, {"format": "np"})
     ckptz("compress", plain)
@@ -156,9 +157,9 @@ TERM = "total = nearest(number(total) + number(product_at(row, column, i)))"
 TO_BF16 = '(p + 0x7FFF + (p >> 16 & 1)) >> 16 if name == "BF16"'
 TO_F16 = 'nearest(number(p), "e")'
 
-# What a reader may do wrong: the sentence of the decoder, what it becomes, and the vectors that then fail.
+# Mistakes that a reader may make: the correct code, the wrong code, and vectors that must fail with it.
 MISTAKES: dict[str, tuple[str, str, set[str]]] = {
-    "fused product and sum": (
+    "product and sum fused": (
         ENTRIES,
         "from fractions import Fraction as F\n        "
         + ENTRIES.replace("scale[r] * x + offset[r]", "float(F(scale[r]) * F(x) + F(offset[r]))"),
@@ -190,7 +191,7 @@ MISTAKES: dict[str, tuple[str, str, set[str]]] = {
         f"(lambda u: u if u & 0x7F800000 else 0)({PRODUCT})",
         {"valid/float-product-underflow"},
     ),
-    "terms that are fused": (
+    "terms fused": (
         TERM,
         "total = nearest(number(total) + number(row[0]) * number(column[0]))",
         {"valid/map-low-rank-not-fused"},
@@ -200,20 +201,20 @@ MISTAKES: dict[str, tuple[str, str, set[str]]] = {
         "in reversed(self.plan.terms):",
         {"valid/map-low-rank-in-order"},
     ),
-    "sums that are not rounded before the cast": (
+    "sums not rounded before the cast": (
         SUM,
         f"{SUM}\n"
-        "            rest = number(p) + number(entry) - number(total)\n"
-        "            total += (rest > 0) if total >> 31 == 0 else (rest < 0)",
+        "            error = number(p) + number(entry) - number(total)\n"
+        "            total += (error > 0) if total >> 31 == 0 else (error < 0)",
         {"chain/delta-float-rounded-twice"},
     ),
-    "a cast to BF16 that cuts": (TO_BF16, 'p >> 16 if name == "BF16"', {"valid/float-cast-bf16"}),
+    "a cast to BF16 that truncates": (TO_BF16, 'p >> 16 if name == "BF16"', {"valid/float-cast-bf16"}),
     "a cast to BF16 that rounds half up": (
         TO_BF16,
         '(p + 0x8000) >> 16 if name == "BF16"',
         {"valid/float-cast-bf16", "chain/delta-float-rounded-twice"},
     ),
-    "a cast to F16 that cuts": (
+    "a cast to F16 that truncates": (
         TO_F16,
         f"(lambda u: u - (abs(number(u, 'e')) > abs(number(p))))({TO_F16})",
         {"valid/float-cast-f16"},
@@ -237,7 +238,7 @@ MISTAKES: dict[str, tuple[str, str, set[str]]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_reader_with_a_mistake_in_its_arithmetic_fails_vectors(tmp_path: Path, mistake: str) -> None:
+def test_each_mistake_in_the_arithmetic_of_a_reader_fails_vectors(tmp_path: Path, mistake: str) -> None:
     right, wrong, expected = MISTAKES[mistake]
     source = (DECODER.parent / "ckptz_frame.py").read_text()
     assert source.count(right) == 1
@@ -245,53 +246,57 @@ def test_a_reader_with_a_mistake_in_its_arithmetic_fails_vectors(tmp_path: Path,
     wrong_folder.mkdir()
     (wrong_folder / "ckptz_frame.py").write_text(source.replace(right, wrong))
     (wrong_folder / DECODER.name).write_bytes(DECODER.read_bytes())
-    some = [vector for vector in VALID if re.search("float|map", vector.name)]
-    paths = [str(vector.paths[0]) for vector in some]
+    with_floats = [vector for vector in VALID if re.search("float|map", vector.name)]
+    paths = [str(vector.paths[0]) for vector in with_floats]
     command = [sys.executable, str(wrong_folder / DECODER.name), *paths]
     rows = map(json.loads, subprocess.run(command, capture_output=True, text=True).stdout.splitlines())
-    failed = {v.name for v, row in zip(some, rows, strict=True) if row.get("tensors") != v.row["tensors"]}
+    failed = {
+        vector.name
+        for vector, row in zip(with_floats, rows, strict=True)
+        if row.get("tensors") != vector.row["tensors"]
+    }
     assert expected <= failed
 
 
-# --- its text -----------------------------------------------------------------------------------
+# --- its source --------------------------------------------------------------------------------
 
 
-def test_it_shares_no_code_with_us() -> None:
-    own = {path.stem for path in SOURCES}
+def test_it_imports_only_itself_and_zstandard() -> None:
+    modules = {path.stem for path in SOURCES}
     for path in SOURCES:
         tree = ast.parse(path.read_text())
         imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
         names = {alias.name for node in imports if isinstance(node, ast.Import) for alias in node.names}
         names |= {node.module or "" for node in imports if isinstance(node, ast.ImportFrom)}
-        foreign = {name.split(".")[0] for name in names} - own - set(sys.stdlib_module_names)
+        foreign = {name.split(".")[0] for name in names} - modules - set(sys.stdlib_module_names)
         assert foreign <= {"zstandard"}, path
 
 
 def _plain(text: str) -> str:
-    """Words and signs, without the marks and lines of a page."""
+    """Remove the Markdown marks and line breaks of a text."""
     text = re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", text)  # links
     return re.sub(r"\s+", " ", text.replace("*", "").replace("`", "").replace("\\|", "|"))
 
 
 def _quotes(path: Path) -> list[str]:
-    """Return the quotations in comments and docstrings of a decoder, with their `page#anchor`."""
+    """Return the quotations of at least 8 characters in the comments and docstrings of a source file."""
     with path.open("rb") as file:
         tokens = list(tokenize.tokenize(file.readline))[2:]
     texts = [t.string.strip('"') for t in tokens if t.type == tokenize.STRING and t.string.startswith('"""')]
     texts += [t.string for t in tokens if t.type == tokenize.COMMENT]
     closed = [_plain(text + '"' * (text.count('"') % 2)) for text in texts[1:]]
-    return [words for text in closed for words in re.findall(r'"([^"]{8,})"', text)]
+    return [quote for text in closed for quote in re.findall(r'"([^"]{8,})"', text)]
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
-def test_what_it_quotes_stands_in_the_pages(path: Path) -> None:
+def test_its_quotations_are_sentences_of_the_specification(path: Path) -> None:
     pages = "\n".join(_plain(file.read_text()) for file in sorted(SPEC.glob("*.md")))
     quotes = _quotes(path)
     assert len(quotes) >= 10
-    assert [words for words in quotes if words not in pages] == []
+    assert [quote for quote in quotes if quote not in pages] == []
 
 
-def test_every_question_has_its_answer() -> None:
+def test_every_question_about_the_pages_links_to_its_answer() -> None:
     text = (DECODER.parent / "questions.md").read_text()
     rows = re.findall(r"^\| (\d+) \| .+ \| \[.+\]\(\.\./(.+\.md)#(.+)\) \|$", text, re.M)
     assert [int(number) for number, _, _ in rows] == list(range(1, 76))

@@ -1,4 +1,4 @@
-"""The worked examples of the specification, computed again."""
+"""The worked examples of the specification are what the code computes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -79,7 +79,7 @@ def test_exp_golomb_examples() -> None:
 
 
 def test_xxh64_examples_and_constants() -> None:
-    """The decoder that was written from the page computes by its steps."""
+    """Also compare the second decoder, which follows the page, on inputs of about 32 and 64 bytes."""
     constants = [int(row["value"], 16) for row in table("01-integers.md", "xxh64", "constant")]
     assert constants == [frames.P1, frames.P2, frames.P3, frames.P4, frames.P5]
     for row in table("01-integers.md", "xxh64", "input"):
@@ -107,17 +107,18 @@ def test_sparse_examples() -> None:
 
 
 def _codes_of_text(text: str) -> list[int]:
-    """`7 7 9`, or `296 times 0, 5`."""
+    """Parse a list of codes such as `7 7 9` or `296 times 0, 5`."""
     if "," not in text:
         return numbers(text)
     parts = [part.split(" times ") for part in text.split(", ")]
     return [int(part[-1]) for part in parts for _ in range(int(part[0]) if len(part) == 2 else 1)]
 
 
-def _worked(full: str) -> dict[str, str]:
+def _worked(anchor: str) -> dict[str, str]:
+    """Return a worked example: the other column of its table, by the column `what`."""
     return {
         row["what"]: next(v for k, v in row.items() if k != "what")
-        for row in table("02-entropy.md", full, "what")
+        for row in table("02-entropy.md", anchor, "what")
     }
 
 
@@ -154,10 +155,10 @@ def test_the_worked_steps_follow_from_the_stream() -> None:
         code = next(s for s in range(256) if sum(frequencies[: s + 1]) > slot)
         after = frequencies[code] * (state // 4096) + slot - sum(frequencies[:code])
         word = None if after >= 1 << 16 else int.from_bytes(source.take(2, "word"), "little")
-        ended = after if word is None else after << 16 | word
-        shown = [int(cell) if cell else None for cell in row.values()]
-        assert shown == [i, state, slot, code, after, word, ended]
-        state = ended
+        next_state = after if word is None else after << 16 | word
+        cells = [int(cell) if cell else None for cell in row.values()]
+        assert cells == [i, state, slot, code, after, word, next_state]
+        state = next_state
     assert (state, source.left) == (1 << 16, 0)
 
 
@@ -217,7 +218,7 @@ def test_plane_examples(backend: Callable[[], Any]) -> None:
         assert out == pattern, row
 
 
-def test_class_examples() -> None:
+def test_context_examples() -> None:
     for row in table("03-transforms.md", "contexts", "radices"):
         rules = tuple(
             Block(radix, 1, np.array([label], np.uint8))
@@ -282,7 +283,7 @@ def test_cast_examples(dtype: str, backend: Callable[[], Any]) -> None:
 
 
 def _cast_of_the_page(p: int, dtype: str) -> int:
-    """The two casts as the page writes them out."""
+    """Cast an F32 pattern to BF16 or F16 by the steps of the page."""
     s, m = p >> 16 & 0x8000, p & 0x7FFFFFFF
     if m > 0x7F800000:
         return p >> 16 | 0x40 if dtype == "BF16" else s | 0x7E00
@@ -294,19 +295,20 @@ def _cast_of_the_page(p: int, dtype: str) -> int:
         return s
     e, f = m >> 23, m & 0x7FFFFF | 0x800000
     t = 13 if e >= 113 else 126 - e
-    q, rest = f >> t, f % (1 << t)
-    q += rest > 1 << t - 1 or (rest == 1 << t - 1 and q % 2 == 1)
+    q, remainder = f >> t, f % (1 << t)
+    q += remainder > 1 << t - 1 or (remainder == 1 << t - 1 and q % 2 == 1)
     return s | q + ((e - 113 << 10) if e >= 113 else 0)
 
 
 def test_the_casts_of_the_page_are_those_of_the_kernels() -> None:
+    """Compare random patterns, and those around the smallest F16 and around infinity."""
     patterns = np.random.default_rng(1).integers(0, 1 << 32, 20_000, np.uint32)
-    near = np.arange(0x32FFFF00, 0x33000100, dtype=np.uint32)
-    endless = np.arange(0x7F7FFFF0, 0x7F800010, dtype=np.uint32)
+    tiny = np.arange(0x32FFFF00, 0x33000100, dtype=np.uint32)
+    huge = np.arange(0x7F7FFFF0, 0x7F800010, dtype=np.uint32)
     for dtype in ("BF16", "F16"):
-        for some in (patterns, near, endless, ~endless):
-            expected = reference.from_f32(some, FLOAT_KINDS[dtype]).tolist()
-            assert [_cast_of_the_page(int(p), dtype) for p in some] == expected
+        for inputs in (patterns, tiny, huge, ~huge):
+            expected = reference.from_f32(inputs, FLOAT_KINDS[dtype]).tolist()
+            assert [_cast_of_the_page(int(p), dtype) for p in inputs] == expected
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The annotated example of the specification: up to date, whole, and a file that loads."""
+"""The annotated example of the specification is up to date and complete, and its file loads."""
 
 import re
 import runpy
@@ -11,13 +11,11 @@ from ckptz.store.resolve import open_checkpoint
 from tests.support.spec_support import SPEC, page, table
 
 FIELD_PAGES = ("02-entropy.md", "04-quantization.md", "05-frame.md", "06-container.md")
-
-
 EXAMPLES = runpy.run_path(str(SPEC / "make_examples.py"))
 
 
 def annotated_bytes() -> bytes:
-    """The file, put together from the tables and texts of the page; every byte must have its place."""
+    """Assemble the file from the tables and texts of the page, which must follow each other without gaps."""
     data = b""
     for section in page("examples.md").values():
         for lines in section.tables:
@@ -33,8 +31,8 @@ def annotated_bytes() -> bytes:
 
 
 def test_the_page_is_up_to_date() -> None:
-    written = (SPEC / "examples.md").read_text(encoding="utf-8")
-    assert written == EXAMPLES["render"](), "run: python spec/make_examples.py"
+    page_text = (SPEC / "examples.md").read_text(encoding="utf-8")
+    assert page_text == EXAMPLES["render"](), "run: python spec/make_examples.py"
 
 
 def test_the_page_shows_every_byte_of_the_file() -> None:
@@ -54,8 +52,8 @@ def test_the_file_of_the_page_loads() -> None:
     assert set(blobs) == {"bias", "weight", "__ckptz__.index"}
 
 
-def test_the_fields_of_the_file_are_those_of_the_pages() -> None:
-    known = {
+def test_the_fields_of_the_file_are_defined_in_the_pages() -> None:
+    defined = {
         row["field"]
         for name in FIELD_PAGES
         for section in page(name).values()
@@ -63,12 +61,12 @@ def test_the_fields_of_the_file_are_those_of_the_pages() -> None:
         for row in lines
         if "field" in row
     }
-    shown = {
+    annotated = {
         re.sub(r"^(stream \d+|context indices): ", "", row["field"])
         for section in page("examples.md").values()
         for lines in section.tables
         for row in lines
         if "offset" in row
     }
-    assert len(shown) > 30
-    assert shown - known <= {"", "stream", "plain"}
+    assert len(annotated) > 30
+    assert annotated - defined <= {"", "stream", "plain"}
