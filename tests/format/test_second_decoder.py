@@ -78,8 +78,8 @@ def test_it_receives_every_session_of_a_link() -> None:
     script = DECODER.parent / "ckptz_wire.py"
     command = [sys.executable, "-s", "-E", str(script), str(FOLDER / "manifest.json")]
     run = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
-    found = {row["name"]: row["results"] for row in map(json.loads, run.stdout.splitlines())}
-    assert found == {
+    results = {row["name"]: row["results"] for row in map(json.loads, run.stdout.splitlines())}
+    assert results == {
         row["name"]: [message.get("tensor_sha256", row.get("breaks")) for message in row["messages"]]
         for row in sessions()
     }

@@ -1,4 +1,4 @@
-"""The vectors of the specification: up to date, complete, and read as they say."""
+"""The vectors of the specification are up to date, cover all rules, and are read as their manifest says."""
 
 import hashlib
 import runpy
@@ -20,20 +20,20 @@ def name_of(vector: Vector) -> str:
 # --- the set ------------------------------------------------------------------------------------
 
 
-def test_the_vectors_are_what_their_maker_writes() -> None:
-    made = runpy.run_path(str(SPEC / "make_vectors.py"))["render"]()
-    found = {
+def test_the_committed_vectors_are_those_that_make_vectors_writes() -> None:
+    expected = runpy.run_path(str(SPEC / "make_vectors.py"))["render"]()
+    committed = {
         path.relative_to(FOLDER).as_posix(): path.read_bytes()
         for name in ("valid", "invalid", "chain", "wire")
         for path in (FOLDER / name).rglob("*")
         if path.is_file()
     }
-    found["manifest.json"] = (FOLDER / "manifest.json").read_bytes()
-    assert found.keys() == made.keys(), "run: python spec/make_vectors.py"
-    assert [path for path in made if made[path] != found[path]] == []
+    committed["manifest.json"] = (FOLDER / "manifest.json").read_bytes()
+    assert committed.keys() == expected.keys(), "run: python spec/make_vectors.py"
+    assert [path for path in expected if expected[path] != committed[path]] == []
 
 
-def test_the_vectors_are_as_small_as_their_page_says_and_their_digests_right() -> None:
+def test_vectors_have_at_most_4096_bytes_and_the_digest_of_the_manifest() -> None:
     for vector in vectors():
         for row, path in zip(vector.row["files"], vector.paths, strict=True):
             data = path.read_bytes()
@@ -55,25 +55,24 @@ def test_every_vector_names_the_page_and_the_kind_of_its_rule() -> None:
         assert set(vector.row["also"]) <= set(refusals())
 
 
-# --- as they are --------------------------------------------------------------------------------
+# --- reading ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("vector", VALID, ids=name_of)
-def test_a_valid_vector_decodes_to_what_the_manifest_says(vector: Vector, tmp_path: Path) -> None:
+def test_a_valid_vector_decodes_to_the_tensors_of_the_manifest(vector: Vector, tmp_path: Path) -> None:
     tensors, _ = read_path(vector.paths[0], tmp_path)
-    found = [
+    decoded = [
         {"name": name, "dtype": dtype, "shape": list(shape), "sha256": hashlib.sha256(data).hexdigest()}
         for name, (dtype, shape, data) in tensors.items()
     ]
-    by_name = sorted(vector.row["tensors"], key=lambda row: row["name"])
-    assert sorted(found, key=lambda row: row["name"]) == by_name
+    expected = sorted(vector.row["tensors"], key=lambda row: row["name"])
+    assert sorted(decoded, key=lambda row: row["name"]) == expected
 
 
 @pytest.mark.parametrize("vector", INVALID, ids=name_of)
-def test_an_invalid_vector_is_refused_as_the_manifest_says(vector: Vector, tmp_path: Path) -> None:
-    follows = vector.row.get("when")
-    spool = tmp_path if follows in ("sharding", "tree") else None
+def test_an_invalid_vector_is_refused_with_the_error_of_the_manifest(vector: Vector, tmp_path: Path) -> None:
+    spool = tmp_path if vector.row.get("when") in ("sharding", "tree") else None
     with pytest.raises(ERROR_OF_KIND[vector.row["error"]]):
         read_path(vector.paths[0], spool)
     if spool:
-        read_path(vector.paths[0])  # right for a reader that leaves the record alone
+        read_path(vector.paths[0])  # valid for a reader that ignores the record

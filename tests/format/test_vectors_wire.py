@@ -1,4 +1,4 @@
-"""The messages of spec/vectors/wire, received as the manifest says, cut and flipped."""
+"""The messages of spec/vectors/wire are decoded or refused as the manifest says; damaged ones are refused."""
 
 import hashlib
 import json
@@ -32,19 +32,21 @@ def name_of(row: Row) -> str:
 
 
 def link_of(row: Row) -> Link:
+    """Create the receiving end of the session."""
     policy = LinkPolicy.from_json(json.dumps(row["policy"]))
     return Link(row["src"], row["dst"], policy, kernels=wire_reference)
 
 
 def receive(link: Link, row: Row, message: Row, data: bytes) -> Any:
-    """The tensor of one message."""
+    """Decode the bytes of one message to the patterns of its tensor."""
     direction = Direction[message["direction"].upper()]
-    place = MessageKey(message["step"], message["microbatch"], is_eval=message["eval"])
+    key = MessageKey(message["step"], message["microbatch"], is_eval=message["eval"])
     array = np.frombuffer(data, np.uint8)
-    return link.receive(direction, array, dtype_of(row["dtype"]), tuple(row["shape"]), place)
+    return link.receive(direction, array, dtype_of(row["dtype"]), tuple(row["shape"]), key)
 
 
 def bytes_of(message: Row) -> bytes:
+    """Read a message, and check its digest and size."""
     data = Path(FOLDER / message["path"]).read_bytes()
     assert hashlib.sha256(data).hexdigest() == message["sha256"]
     assert len(data) <= MAX_BYTES
@@ -52,7 +54,7 @@ def bytes_of(message: Row) -> bytes:
 
 
 @pytest.mark.parametrize("row", GOOD, ids=name_of)
-def test_a_session_decodes_to_what_the_manifest_says(row: Row) -> None:
+def test_a_session_decodes_to_the_tensors_of_the_manifest(row: Row) -> None:
     link = link_of(row)
     for message in row["messages"]:
         patterns = receive(link, row, message, bytes_of(message))
@@ -62,8 +64,8 @@ def test_a_session_decodes_to_what_the_manifest_says(row: Row) -> None:
 @pytest.mark.parametrize("row", BROKEN, ids=name_of)
 def test_the_last_message_of_a_broken_session_is_refused(row: Row) -> None:
     link = link_of(row)
-    *before, last = row["messages"]
-    for message in before:
+    *earlier, last = row["messages"]
+    for message in earlier:
         receive(link, row, message, bytes_of(message))
     with pytest.raises(WireError):
         receive(link, row, last, bytes_of(last))
@@ -75,31 +77,31 @@ def test_every_rule_has_a_session_that_needs_it_and_one_that_breaks_it() -> None
     assert listed == {row["breaks"] for row in BROKEN}
 
 
-# --- cut and flipped ----------------------------------------------------------------------------
+# --- damage -------------------------------------------------------------------------------------
 
 
 def damaged(data: bytes, n_flipped: int, stride: int) -> Iterator[bytes]:
-    """Strict prefixes, and the message with a bit of its first bytes flipped: every so many of each."""
+    """Yield strict prefixes, and copies with a bit of the first `n_flipped` bytes flipped; 1 in `stride`."""
     first = zlib.crc32(data) % stride
     yield from (data[:n] for n in range(first, len(data), stride))
     yield from flipped(data, range(first, 8 * n_flipped, stride))
 
 
 @pytest.mark.parametrize(
-    ("n_most", "stride"),
+    ("max_flipped", "stride"),
     [(HEADER_BYTES, 3), pytest.param(MAX_BYTES, 1, marks=pytest.mark.slow)],
     ids=["header", "all"],
 )
 @pytest.mark.parametrize("row", GOOD, ids=name_of)
-def test_prefixes_and_flipped_bits_are_refused_and_the_link_goes_on(
-    row: Row, n_most: int, stride: int
+def test_damaged_messages_are_refused_without_changing_the_link(
+    row: Row, max_flipped: int, stride: int
 ) -> None:
-    """The end that received nothing but damage takes the right message as if it were the first to come."""
+    """After the damaged messages, the intact one is still decoded."""
     link = link_of(row)
     for message in row["messages"]:
         data = bytes_of(message)
-        for wrong in damaged(data, min(n_most, len(data)), stride):
+        for damaged_data in damaged(data, min(max_flipped, len(data)), stride):
             with pytest.raises(WireError):
-                receive(link, row, message, wrong)
+                receive(link, row, message, damaged_data)
         patterns = receive(link, row, message, data)
         assert hashlib.sha256(patterns.tobytes()).hexdigest() == message["tensor_sha256"]
