@@ -53,8 +53,8 @@ KINDS: dict[str, Callable[[], Any]] = {
 def base() -> Any:
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 1, "num_attention_heads": 4}
-    more = {"vocab_size": 96, "max_position_embeddings": 32, "pad_token_id": 0, "attention_bias": True}
-    config = transformers.LlamaConfig(**sizes, **more)
+    vocabulary = {"vocab_size": 96, "max_position_embeddings": 32, "pad_token_id": 0, "attention_bias": True}
+    config = transformers.LlamaConfig(**sizes, **vocabulary)
     return transformers.LlamaForCausalLM(config).train()
 
 
@@ -67,11 +67,12 @@ def adapted(kind: str, *names: str) -> Any:
     return model
 
 
-def trained(folder: Path, model: Any, resume: Any = None, kind: type = Trainer, **more: Any) -> Any:
-    settings = {"max_steps": 2, "save_total_limit": None} | more.pop("settings", {})
+def trained(folder: Path, model: Any, resume: Any = None, kind: type = Trainer, **options: Any) -> Any:
+    """Train for two steps or by `settings`, with our Trainer or another `kind`; return the Trainer."""
+    settings = {"max_steps": 2, "save_total_limit": None} | options.pop("settings", {})
     args = trainer(folder, transformers.Trainer, None, **settings).args
-    ours = {"ckptz": OPTIONS, "trainable_only": True} if kind is Trainer else {}
-    run = kind(model, args, train_dataset=tokens(), **ours | more)
+    defaults = {"ckptz": OPTIONS, "trainable_only": True} if kind is Trainer else {}
+    run = kind(model, args, train_dataset=tokens(), **defaults | options)
     run.train(resume_from_checkpoint=resume)
     return run
 
@@ -99,55 +100,55 @@ def logits(model: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ["default", "tuned"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_restored_adapter_is_what_peft_writes(kind: str, name: str, tmp_path: Path) -> None:
+def test_restored_adapter_files_are_those_that_peft_writes(kind: str, name: str, tmp_path: Path) -> None:
     model = adapted(kind, name)
     trained(tmp_path, model, settings={"max_steps": 1})
-    model.save_pretrained(tmp_path / "wanted")
-    ckptz.restore(tmp_path / "checkpoint-1", tmp_path / "found")
-    check_same_files(tmp_path / "found", tmp_path / "wanted")
+    model.save_pretrained(tmp_path / "expected")
+    ckptz.restore(tmp_path / "checkpoint-1", tmp_path / "restored")
+    check_same_files(tmp_path / "restored", tmp_path / "expected")
     loaded = {}
-    for folder in ("found", "wanted"):
-        place = tmp_path / folder / ("" if name == "default" else name)
-        loaded[folder] = logits(peft.PeftModel.from_pretrained(base(), place))
-    assert torch.equal(loaded["found"], loaded["wanted"])
+    for folder in ("restored", "expected"):
+        adapter = tmp_path / folder / ("" if name == "default" else name)
+        loaded[folder] = logits(peft.PeftModel.from_pretrained(base(), adapter))
+    assert torch.equal(loaded["restored"], loaded["expected"])
     if kind != "VB-LoRA":  # PEFT keeps only its largest weights
-        assert torch.equal(loaded["found"], logits(model))
+        assert torch.equal(loaded["restored"], logits(model))
 
 
 @pytest.mark.parametrize("kind", ["LoRA", "prefix tuning"])
-def test_several_adapters_come_back_in_folders_of_their_own(kind: str, tmp_path: Path) -> None:
-    def run(folder: str, *more: Any) -> Any:
+def test_several_adapters_are_restored_to_separate_folders(kind: str, tmp_path: Path) -> None:
+    def run(folder: str, *options: Any) -> Any:
         model = adapted(kind, "default", "first", "second")
-        return trained(tmp_path / folder, model, *more, settings={"max_steps": 3})
+        return trained(tmp_path / folder, model, *options, settings={"max_steps": 3})
 
     uninterrupted = run("run")
     check_equal(final(run("on", str(tmp_path / "run" / "checkpoint-2"))), final(uninterrupted))
-    uninterrupted.model.save_pretrained(tmp_path / "wanted")
-    ckptz.restore(tmp_path / "run" / "checkpoint-3", tmp_path / "found")
-    check_same_files(tmp_path / "found", tmp_path / "wanted")
-    configs = (tmp_path / "found").rglob("adapter_config.json")
-    assert {path.parent.name for path in configs} == {"found", "first", "second"}
+    uninterrupted.model.save_pretrained(tmp_path / "expected")
+    ckptz.restore(tmp_path / "run" / "checkpoint-3", tmp_path / "restored")
+    check_same_files(tmp_path / "restored", tmp_path / "expected")
+    configs = (tmp_path / "restored").rglob("adapter_config.json")
+    assert {path.parent.name for path in configs} == {"restored", "first", "second"}
     if kind == "LoRA":  # PEFT's files of prefix tuning lack what training needs
         ckptz.restore(tmp_path / "run" / "checkpoint-2", tmp_path / "plain")
         resumed = run("plainly", str(tmp_path / "plain"), transformers.Trainer)
         check_equal(final(resumed), final(uninterrupted))
 
 
-def test_adapters_of_transformers_itself_come_back_as_it_writes_them(tmp_path: Path) -> None:
+def test_adapters_of_transformers_are_restored_as_it_writes_them(tmp_path: Path) -> None:
     model = base()
     model.add_adapter(peft.LoraConfig(r=2, **QUERIES), "other")
     model.add_adapter(peft.LoraConfig(r=2, **QUERIES), "tuned")
     model.set_adapter("tuned")
     trained(tmp_path, model, settings={"max_steps": 1})
-    model.save_pretrained(tmp_path / "wanted")
-    ckptz.restore(tmp_path / "checkpoint-1", tmp_path / "found")
-    check_same_files(tmp_path / "found", tmp_path / "wanted")
+    model.save_pretrained(tmp_path / "expected")
+    ckptz.restore(tmp_path / "checkpoint-1", tmp_path / "restored")
+    check_same_files(tmp_path / "restored", tmp_path / "expected")
     model.set_adapter(["other", "tuned"])
     with pytest.raises(UnsupportedError, match="transformers saves one"):
         trained(tmp_path / "both", model, settings={"max_steps": 1})
 
 
-def test_what_only_files_of_peft_hold_stays_exact(tmp_path: Path) -> None:
+def test_tensors_that_only_peft_files_have_stay_exact(tmp_path: Path) -> None:
     options = ChainOptions(config=Grid(min_elements=1))
     model = adapted("p-tuning", "default")
     trained(tmp_path, model, settings={"max_steps": 1}, ckptz=options)
@@ -158,9 +159,9 @@ def test_what_only_files_of_peft_hold_stays_exact(tmp_path: Path) -> None:
     )
     expected = peft.get_peft_model_state_dict(model)["prompt_embeddings"]
     assert torch.equal(stored[f"{STORED_PREFIX}:prompt_embeddings"], expected)
-    model.save_pretrained(tmp_path / "wanted")
-    ckptz.restore(tmp_path / "checkpoint-1", tmp_path / "found")  # read with the residual file
-    check_same_files(tmp_path / "found", tmp_path / "wanted")
+    model.save_pretrained(tmp_path / "expected")
+    ckptz.restore(tmp_path / "checkpoint-1", tmp_path / "restored")  # read with the residual file
+    check_same_files(tmp_path / "restored", tmp_path / "expected")
 
 
 def test_an_adapter_without_a_record_of_its_keys_is_restored_by_rule(tmp_path: Path) -> None:
@@ -168,19 +169,19 @@ def test_an_adapter_without_a_record_of_its_keys_is_restored_by_rule(tmp_path: P
     trained(tmp_path, model, settings={"max_steps": 1})
     path = tmp_path / "checkpoint-1" / "model.ckptz"
     save_state(load_state(path), path)
-    model.save_pretrained(tmp_path / "wanted")
-    ckptz.restore(tmp_path / "checkpoint-1", tmp_path / "found")
-    check_same_files(tmp_path / "found", tmp_path / "wanted")
+    model.save_pretrained(tmp_path / "expected")
+    ckptz.restore(tmp_path / "checkpoint-1", tmp_path / "restored")
+    check_same_files(tmp_path / "restored", tmp_path / "expected")
 
 
 def test_files_of_adapters_from_an_earlier_restore_are_named(tmp_path: Path) -> None:
     trained(tmp_path, adapted("LoRA", "default", "tuned"), settings={"max_steps": 1})
-    (tmp_path / "found" / "gone").mkdir(parents=True)
-    (tmp_path / "found" / "gone" / "adapter_model.safetensors").touch()
-    report = ckptz.restore(tmp_path / "checkpoint-1", tmp_path / "found")
+    (tmp_path / "restored" / "gone").mkdir(parents=True)
+    (tmp_path / "restored" / "gone" / "adapter_model.safetensors").touch()
+    report = ckptz.restore(tmp_path / "checkpoint-1", tmp_path / "restored")
     assert any("gone/adapter_model.safetensors" in note for note in report.notes)
-    within = tmp_path / "checkpoint-1" / "tuned" / "adapter_model.safetensors"
-    within.write_bytes(b"of another step")
+    stale = tmp_path / "checkpoint-1" / "tuned" / "adapter_model.safetensors"
+    stale.write_bytes(b"of another step")
     report = ckptz.restore(tmp_path / "checkpoint-1", tmp_path / "again")
     assert any("tuned/adapter_model.safetensors" in note for note in report.notes)
     assert load_file(tmp_path / "again" / "tuned" / "adapter_model.safetensors")
