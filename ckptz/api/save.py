@@ -99,9 +99,9 @@ def save_to_bytes(job: WriteJob, jobs: int | None) -> bytes:
 def save_to_file(job: WriteJob, filename: PathLike, base: PathLike | None, jobs: int | None) -> None:
     """Write a `.ckptz` file atomically, as a delta if there is a base."""
     path = os.fspath(filename)
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         if base is not None:
-            opened = held.enter_context(contextlib.closing(open_checkpoint(checked_path(base))))
+            opened = stack.enter_context(contextlib.closing(open_checkpoint(checked_path(base))))
             if any(is_same(file, path_of(path)) for file in opened.paths):
                 what = "a delta cannot take the place of its base, nor of what that is stored against"
                 raise ConfigError(f"{path}: {what}; save under another name")

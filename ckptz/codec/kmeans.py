@@ -298,15 +298,15 @@ class KMeans(Method):
         return replace(self, min_elements=1)
 
 
-def _by_layer(given: Any) -> tuple[tuple[str, float], ...]:
+def _by_layer(layer_prune: Any) -> tuple[tuple[str, float], ...]:
     """Convert `layer_prune` to pairs of a layer type and a share.
 
     Raises:
         ConfigError: it is something else.
     """
-    rows = given if isinstance(given, list | tuple) else (None,)
+    rows = layer_prune if isinstance(layer_prune, list | tuple) else (None,)
     if not all(isinstance(row, list | tuple) and len(row) == 2 for row in rows):
-        raise ConfigError(f"layer_prune must be pairs such as (('head', 0.0),), got {given!r}")
+        raise ConfigError(f"layer_prune must be pairs such as (('head', 0.0),), got {layer_prune!r}")
     return tuple(
         (layer_type, check_float(f"layer_prune of {layer_type}", share)) for layer_type, share in rows
     )

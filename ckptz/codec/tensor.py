@@ -166,10 +166,10 @@ class TensorStatistics:
         sensitivity_sum, is_measured = 0.0, True
         if squares is not None:
             n_rows, is_root = n_rows_of(source.shape), guide.second_moment is None
-            given = floats_in(squares, *bounds)
+            chunk_squares = floats_in(squares, *bounds)
             row_patterns, row_sums = source.n_patterns // n_rows, np.zeros(n_rows)
             sensitivity_sum, is_measured = rounding().sensitivities(
-                values, given, is_root, bounds[0], row_patterns, row_sums
+                values, chunk_squares, is_root, bounds[0], row_patterns, row_sums
             )
         return cls(
             n_patterns=len(values),

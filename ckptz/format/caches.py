@@ -138,8 +138,8 @@ class LRUCache(Generic[V]):
                     self._making.pop(key, None)
         return value
 
-    def held(self, key: Hashable) -> V | None:
-        """Return the cached value, or None."""
+    def peek(self, key: Hashable) -> V | None:
+        """Return the cached value, or None; it does not count as a use."""
         with self._lock:
             return self._held.get(key)
 

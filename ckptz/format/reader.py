@@ -157,37 +157,39 @@ class FrameSource(TensorSource):
                 needed.append((base, not patterns))
             return needed
 
-    def decoded(self, index: int, only_codes: bool, held: DecodedBases) -> Decoded:
-        if (self, False) in held:
-            return held[self, False]
+    def decoded(self, index: int, only_codes: bool, dependencies: DecodedBases) -> Decoded:
+        if (self, False) in dependencies:
+            return dependencies[self, False]
         begin, end = self._bounds(index)
         if only_codes:
             if self.header.plan.quant_map is None:
                 return Decoded(None, None)
             payload = self._payload(index)
             with self.naming():
-                codes = decode_codes(self.header, index, payload, self._sources(begin, end, held))
+                codes = decode_codes(self.header, index, payload, self._sources(begin, end, dependencies))
                 return Decoded(None, codes)
         patterns = np.empty(end - begin, PATTERN_TYPES[self.dtype.pattern_bytes])
-        return Decoded(patterns, self._decode(index, patterns, held))
+        return Decoded(patterns, self._decode(index, patterns, dependencies))
 
-    def _decode(self, index: int, out: Patterns, held: DecodedBases) -> NDArray[np.uint8] | None:
+    def _decode(self, index: int, out: Patterns, dependencies: DecodedBases) -> NDArray[np.uint8] | None:
         payload = self._payload(index)
         with self.naming():
-            sources = self._sources(*self._bounds(index), held)
+            sources = self._sources(*self._bounds(index), dependencies)
             return decode_chunk(self.header, index, payload, sources, out)
 
-    def _sources(self, begin: int, end: int, held: DecodedBases) -> ChunkSources:
+    def _sources(self, begin: int, end: int, dependencies: DecodedBases) -> ChunkSources:
         plan = self.header.plan
         if plan.is_self_contained:
             return ChunkSources(begin, end)
         base, ref = self.base, self._container.outer_base
         if isinstance(base, FrameSource):
             base = _DecodedChunk(
-                base, held.get((base, False)) or held.get((base, True)) or Decoded(None, None)
+                base, dependencies.get((base, False)) or dependencies.get((base, True)) or Decoded(None, None)
             )
         tensors = {name: self._context_tensor(name) for name in plan.context_tensor_names}
-        contexts = {name: _DecodedChunk(tensor, held[tensor, False]) for name, tensor in tensors.items()}
+        contexts = {
+            name: _DecodedChunk(tensor, dependencies[tensor, False]) for name, tensor in tensors.items()
+        }
         return ChunkSources(begin, end, base, contexts, f", {ref.title}" if ref else "")
 
     def _tensor(self, name: str) -> FrameSource:
@@ -277,18 +279,18 @@ class FrameSource(TensorSource):
 
     def _gathered(self, index: int) -> DecodedBases:
         """Decode the dependencies of a chunk; those in this file are cached for later reads."""
-        held: dict[Node, Decoded] = {}
+        cached: dict[Node, Decoded] = {}
         missing: list[Node] = []
         for node in self.needs(False):
             frame, _ = node
             assert isinstance(frame, FrameSource)
             if frame is not self.base:
-                held[node] = Decoded(frame.chunk(index), None)
+                cached[node] = Decoded(frame.chunk(index), None)
             elif (last := frame.last(index)) is not None:
-                held[node] = last
+                cached[node] = last
             else:
                 missing.append(node)
-        return held | dict(gather(index, missing)) if missing else held
+        return cached | dict(gather(index, missing)) if missing else cached
 
     def last(self, index: int) -> Decoded | None:
         """Return chunk `index` if it is cached for the next file of the run; else None."""
@@ -297,21 +299,21 @@ class FrameSource(TensorSource):
 
     def fill(self, begin: int, out: Patterns) -> None:
         """Decode the chunk that starts at `begin` into `out` [n], or copy it from the cache."""
-        kept = self.cache.held((self, begin))
-        if kept is None:
+        chunk = self.cache.peek((self, begin))
+        if chunk is None:
             self.decode_chunk(begin // CHUNK_VALUES, out)
         else:
-            out[:] = kept.patterns
+            out[:] = chunk.patterns
 
     def patterns_and_codes(self, begin: int, end: int) -> tuple[Patterns, NDArray[np.uint8] | None]:
         """Decode patterns and codes of begin..end, the bounds of one chunk."""
-        index, held = begin // CHUNK_VALUES, self._container.last
+        index, newest = begin // CHUNK_VALUES, self._container.last
         if (last := self.last(index)) is not None and last.patterns is not None:
             return last.patterns, last.codes
         patterns = np.empty(end - begin, PATTERN_TYPES[self.dtype.pattern_bytes])
         codes = self.decode_chunk(index, patterns)
-        if held is not None:
-            held.put(self.entry.name, index, self.header.chunks[index], Decoded(patterns, codes))
+        if newest is not None:
+            newest.put(self.entry.name, index, self.header.chunks[index], Decoded(patterns, codes))
         return patterns, codes
 
     @property
@@ -374,7 +376,7 @@ class FrameSource(TensorSource):
         whole = (begin, end) == (first * CHUNK_VALUES, min(last * CHUNK_VALUES, n_patterns))
         if whole and last - first == 1:
             # Sequential reads use each chunk once, so it is not cached.
-            is_kept = self.cache.held((self, begin)) is not None
+            is_kept = self.cache.peek((self, begin)) is not None
             return self.chunk(first) if is_kept else self.patterns_and_codes(begin, end)[0]
         out = np.empty(end - begin, PATTERN_TYPES[self.dtype.pattern_bytes])
         for index in range(first, last):
@@ -490,10 +492,10 @@ class GroupMember(FrameSource):
     def needs(self, only_codes: bool) -> list[Node]:
         return [] if only_codes else [(self.group, False)]
 
-    def decoded(self, index: int, only_codes: bool, held: DecodedBases) -> Decoded:
+    def decoded(self, index: int, only_codes: bool, dependencies: DecodedBases) -> Decoded:
         if only_codes:
             return Decoded(None, None)
-        patterns = held[self.group, False].patterns
+        patterns = dependencies[self.group, False].patterns
         assert patterns is not None
         return Decoded(self.slice_of(patterns), None)
 

@@ -64,8 +64,8 @@ def _lost(one: ParamState, before: tuple[float, float] | None) -> LostMomentum |
         return None
     moment = one.state[decay.moment]
     second = None if decay.second is None else one.state[decay.second]
-    given = [state for state in (moment, second) if state is not None]
-    is_whole = all(isinstance(state, TensorSource) and can_move(state) for state in given)
+    moments = [state for state in (moment, second) if state is not None]
+    is_whole = all(isinstance(state, TensorSource) and can_move(state) for state in moments)
     return (
         LostMomentum(decay, moment, None, second) if is_whole and moment.shape == one.weight.shape else None
     )
@@ -269,7 +269,7 @@ class Momentum:
     def known(
         self, tensors: Mapping[str, TensorSource], tree: dict[str, Any] | None, roles: Mapping[str, Role]
     ) -> Momentum:
-        """Return the correction with the weights of a file, if needed found by its optimizer state."""
+        """Return the correction with the weights of a file, if needed identified by its optimizer state."""
         return (
             self if self.trained is not None else replace(self, trained=param_states_in(tensors, tree, roles))
         )
@@ -313,12 +313,12 @@ class Momentum:
         for parameter, share in shares.items():
             name, weight = trained[parameter].name, trained[parameter].weight
             if share > 0:
-                held = CachedTensor(lost[parameter].moved(weight, share), name, chunks)
-                moved[name] = MovedSource(weight, held, share)
+                cached = CachedTensor(lost[parameter].moved(weight, share), name, chunks)
+                moved[name] = MovedSource(weight, cached, share)
                 if (rounded := trained[parameter].rounded) is not None:
                     name, weight = rounded
-                    kept = CachedTensor(_rounded_from(weight, held), name, chunks)
-                    moved[name] = MovedSource(weight, kept, share)
+                    cached = CachedTensor(_rounded_from(weight, cached), name, chunks)
+                    moved[name] = MovedSource(weight, cached, share)
         others = (one for parameter, one in trained.items() if parameter not in known)
         notes = {one.name: UNKNOWN_DECAY for one in others if FIRST_MOMENTS & one.names.keys()}
         return moved, notes | {

@@ -63,11 +63,11 @@ class MomentumDecay:
     def moves(self, moments: NDArray[np.float32], squares: NDArray[np.float32] | None) -> NDArray[np.float32]:
         """Return the future updates, float32 [n], of moments [n] with second moments [n]; 0 if not finite."""
         with np.errstate(all="ignore"):
-            found = moments * np.float32(-self.total)
+            updates = moments * np.float32(-self.total)
             if squares is not None:
-                found = found / (np.sqrt(squares) * np.float32(self.root) + np.float32(self.eps))
-        found[~np.isfinite(found)] = 0
-        return found
+                updates = updates / (np.sqrt(squares) * np.float32(self.root) + np.float32(self.eps))
+        updates[~np.isfinite(updates)] = 0
+        return updates
 
     def in_noise(self, n_updates: float, *, from_zero: bool = False) -> float:
         """Return the expectation of <P, D> / <P, P> for random gradients, where D are the last updates.
@@ -256,16 +256,16 @@ class ProjectionStats:
         return min(max(self.both / self.own, 0.0), 1.0) if self.own else 0.0
 
 
-def shares_of(found: Mapping[str, ProjectionStats]) -> dict[str, float]:
+def shares_of(stats: Mapping[str, ProjectionStats]) -> dict[str, float]:
     """Return the share of each tensor; those with a large standard error get a common share.
 
     If even the standard error of the common share is too large, these tensors are left out.
     """
-    rough = [name for name, one in found.items() if one.error > PRECISE]
-    pool = total(found[name] for name in rough)
+    rough = [name for name, tensor_stats in stats.items() if tensor_stats.error > PRECISE]
+    pool = total(stats[name] for name in rough)
     if pool.error > PRECISE:
-        pool = total(found.values())
-    shares = {name: one.share for name, one in found.items() if name not in rough}
+        pool = total(stats.values())
+    shares = {name: tensor_stats.share for name, tensor_stats in stats.items() if name not in rough}
     return shares | dict.fromkeys(rough, pool.share) if pool.error <= TELLING else shares
 
 

@@ -154,9 +154,9 @@ def known_roles(
             )
         for entry in entries:
             owned |= entry.roles(parameters.get(entry.key, f"state.{entry.key}"), tensors)
-    given = {name for name in tensors if any(rule.pattern.match(name) for rule in rules)}
-    owned = {name: role for name, role in owned.items() if name not in given}
-    owned |= _lossless_states({**roles, **owned}, inside, given, tensors, notes)
+    user_set = {name for name in tensors if any(rule.pattern.match(name) for rule in rules)}
+    owned = {name: role for name, role in owned.items() if name not in user_set}
+    owned |= _lossless_states({**roles, **owned}, inside, user_set, tensors, notes)
     return owned, notes
 
 
@@ -453,15 +453,15 @@ def _match_by_shape(
 def _lossless_states(
     roles: Mapping[str, Role],
     inside: Collection[str],
-    given: Collection[str],
+    user_set: Collection[str],
     tensors: Mapping[str, TensorSource],
     notes: list[str],
 ) -> dict[str, Role]:
     """Assign the role "other", which stays lossless, to state with unknown keys or unknown weights.
 
-    `inside` are names of optimizer state, `given` those whose role the user has set, which is kept.
+    `inside` are names of optimizer state, `user_set` those whose role the user has set, which is kept.
     """
-    free = {name: source for name, source in tensors.items() if name not in given}
+    free = {name: source for name, source in tensors.items() if name not in user_set}
     unknown = [name for name in free if name in inside and roles[name].role == "weight"]
     states = {name: replace(roles[name], role="other") for name in unknown}
     exact = [

@@ -49,10 +49,10 @@ def check_files(config: Method, files: SideInformationFiles) -> None:
         ConfigError: the method would ignore a file.
     """
     for name in (MOMENTS_FROM, CALIBRATION, SENSITIVITY):
-        given = getattr(files, name)
-        if given is None or name in config.reads:
+        source = getattr(files, name)
+        if source is None or name in config.reads:
             continue
-        where = f"{given}: " if isinstance(given, Path) else ""
+        where = f"{source}: " if isinstance(source, Path) else ""
         what = name.replace("_", "-")
         if not config.is_lossy:
             raise ConfigError(f"{where}lossless compression reads no {what} file; name a --method")
@@ -65,7 +65,7 @@ def guides_of(
     roles: Mapping[str, Role],
     config: Method,
     files: SideInformationFiles,
-    held: contextlib.ExitStack,
+    stack: contextlib.ExitStack,
     *,
     tree: dict[str, Any] | None = None,
     rules: Sequence[Rule] = (),
@@ -77,7 +77,7 @@ def guides_of(
         roles: role of each tensor.
         config: the method; only the kinds of side information that it reads are collected.
         files: further sources.
-        held: keeps these files open while side information is used.
+        stack: keeps these files open while side information is used.
         tree: tree of the checkpoint, as in `Index.tree`.
         rules: the user's additions to the table of roles.
 
@@ -104,14 +104,14 @@ def guides_of(
     if files.moments_from is not None:
         from ckptz.foreign.inputs import open_input  # slow import that most saves do not need
 
-        opened = held.enter_context(contextlib.closing(open_input(files.moments_from)))
+        opened = stack.enter_context(contextlib.closing(open_input(files.moments_from)))
         moments = _read_moments(opened, weights, roles, tree, rules, notes)
     gradients = {}
     if files.sensitivity is not None:
-        gradients = _read_gradients(files.sensitivity, weights, held, notes)
+        gradients = _read_gradients(files.sensitivity, weights, stack, notes)
     inputs: dict[str, InputCovariance] = {}
     if files.calibration is not None:
-        inputs = read_inputs(files.calibration, _shapes(weights), held, notes)
+        inputs = read_inputs(files.calibration, _shapes(weights), stack, notes)
     elif CALIBRATION in config.reads:
         notes.append(UNCALIBRATED)
     mean = mean_sensitivity_of((source, moments[name]) for name, source in weights.items() if name in moments)
@@ -135,9 +135,9 @@ def _own_moments(
 ) -> dict[str, TensorSource]:
     """Return the second moments in the same file, by the names of their weights."""
     squares = {roles[n].parameter: s for n, s in tensors.items() if roles[n].role == "exp_avg_sq"}
-    given = {n: squares[roles[n].parameter] for n in weights if roles[n].parameter in squares}
-    fitting = {name: moments for name, moments in given.items() if _fits(moments, weights[name])}
-    unlike = [name for name in given if name not in fitting]
+    matching = {n: squares[roles[n].parameter] for n in weights if roles[n].parameter in squares}
+    fitting = {name: moments for name, moments in matching.items() if _fits(moments, weights[name])}
+    unlike = [name for name in matching if name not in fitting]
     if unlike:
         notes.append(
             f"{len(unlike)} weights have second moments of another shape or type, which are not used, "
@@ -191,10 +191,10 @@ def _read_moments(
 
 
 def _read_gradients(
-    path: Path, weights: Mapping[str, TensorSource], held: contextlib.ExitStack, notes: list[str]
+    path: Path, weights: Mapping[str, TensorSource], stack: contextlib.ExitStack, notes: list[str]
 ) -> dict[str, TensorSource]:
     """Return average gradients by the names of weights."""
-    file = held.enter_context(SensitivityFile(path))
+    file = stack.enter_context(SensitivityFile(path))
     matched, unmatched = file.match(_shapes(weights))
     if unmatched:
         notes.append(
@@ -205,7 +205,7 @@ def _read_gradients(
 
 
 def read_inputs(
-    calibration: Calibrated, shapes: Shapes, held: contextlib.ExitStack, notes: list[str]
+    calibration: Calibrated, shapes: Shapes, stack: contextlib.ExitStack, notes: list[str]
 ) -> dict[str, InputCovariance]:
     """Read the input covariances of layers, by the names of their weights.
 
@@ -213,7 +213,7 @@ def read_inputs(
         CalibrationError: it was recorded from another model.
     """
     if isinstance(calibration, Path):
-        calibration = held.enter_context(CalibrationFile(calibration))
+        calibration = stack.enter_context(CalibrationFile(calibration))
     matched, unmatched = calibration.match(shapes)
     where, n = calibration.where, len(calibration.recorded)
     if not matched:

@@ -164,8 +164,8 @@ def files_of_kind(
     for file, n_bytes in sorted(listing.sizes.items()):
         if file.kind != kind or file.is_residual or file.step > steps[-1]:
             continue
-        said = facts.get(file)
-        fact = said if isinstance(said, FileFacts) else None
+        result = facts.get(file)
+        fact = result if isinstance(result, FileFacts) else None
         named = None if fact is None or fact.base is None else StepFile.parse(fact.base.file)
         base = named if named in files else None
         # A recorded position may be wrong: a base may be deleted, and files may be copied from other folders.

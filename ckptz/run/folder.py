@@ -135,18 +135,18 @@ class StepStore:
 
         Of a file that cannot be read now, the reason; a damaged one is of no use with its base either.
         """
-        found = dict[str, FileFacts | Exception]()
+        results = dict[str, FileFacts | Exception]()
         for name, n_bytes in self._place.sizes().items():
             is_other = name.endswith(SUFFIX) and not name.startswith((".", BASE_PREFIX))
             if is_other and StepFile.parse(name) is None:
                 try:
                     if (facts := FileFacts.read(self._place.open_header(name, n_bytes))) is not None:
-                        found[name] = facts
+                        results[name] = facts
                 except FormatError:
                     continue
                 except Exception as error:  # stores behind URLs have errors of their own
-                    found[name] = error
-        return found
+                    results[name] = error
+        return results
 
     # --- reading --------------------------------------------------------------------------------
 
@@ -439,8 +439,9 @@ def mismatched_pairs(folder: Path) -> list[tuple[Path, CorruptionError]]:
     known = {file: facts for file, facts in sorted(read.items()) if isinstance(facts, FileFacts)}
     for file, facts in known.items():
         of = file.lossy if file.is_residual else StepFile(file.step, "weights")
-        said = facts.metadata.get(EXACT_OF_KEY if file.is_residual else WEIGHTS_KEY)
-        if of in known and said not in (None, known[of].content_id):  # the other file may have been deleted
+        content_id = facts.metadata.get(EXACT_OF_KEY if file.is_residual else WEIGHTS_KEY)
+        # The other file may have been deleted.
+        if of in known and content_id not in (None, known[of].content_id):
             path, remedy = folder / file.name, "resume from another step"
             remedy = "delete it, and the step restores with loss" if file.is_residual else remedy
             what = "values" if file.is_residual else "weights"

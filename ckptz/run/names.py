@@ -156,13 +156,13 @@ class Located:
         return newest
 
 
-def resolve(given: str | os.PathLike[str]) -> Located:
+def resolve(argument: str | os.PathLike[str]) -> Located:
     """Resolve an argument: "DIR@STEP" to a step of a run, any other path to itself.
 
     Raises:
         FileNotFoundError: the folder has no such step.
     """
-    path = path_of(given)
+    path = path_of(argument)
     match = _AT_STEP.fullmatch(str(path))
     if match is None or path.exists() or not is_folder(folder := path_of(match[1])):
         is_shards = not is_url(path) and (path / INDEX_FILE).is_file()

@@ -547,10 +547,10 @@ def _check_steps_agree(path: Path, recorded: Mapping[str, int]) -> None:
         steps[TRAINER_STATE] = int(json.loads((path / TRAINER_STATE).read_bytes())["global_step"])
     steps |= recorded
     if len(set(steps.values())) > 1:
-        said = ", ".join(f"{where} says {step}" for where, step in steps.items())
+        sources = ", ".join(f"{where} says {step}" for where, step in steps.items())
         raise ConfigError(
-            f"{path}: its step is not certain, as {said}; nothing was removed: rename the folder after its "
-            "step, or move it away"
+            f"{path}: its step is not certain, as {sources}; nothing was removed: rename the folder after "
+            "its step, or move it away"
         )
 
 

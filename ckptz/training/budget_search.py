@@ -178,4 +178,4 @@ class BudgetSearch:
                 prefix=state.prefix,
             )
             _, report = search_and_write(target, job, options, run)
-        return replace(report, is_dry_run=False)  # the writer writes the step with what was found
+        return replace(report, is_dry_run=False)  # the step is written with the result

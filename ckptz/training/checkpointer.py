@@ -708,7 +708,7 @@ class Checkpointer:
         """Read and check a step without changing the run.
 
         Returns:
-            The model's state, versions of modules, other state or None, and what the checks found.
+            The model's state, versions of modules, other state or None, and the result of the checks.
         """
         outline = model_of(weights.outline(), weights)
         outline = with_frozen(self.model, outline, weights.metadata, weights.name, strict=strict)

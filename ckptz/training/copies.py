@@ -26,12 +26,12 @@ def named_in(tensors: Mapping[str, TensorSource], patterns: Sequence[str]) -> di
     }
     tensors_of_extras: dict[str, TensorSource] = {}
     for pattern in patterns:
-        whole = [f"{EXTRA}.{pattern}", f"{EXTRA}.{pattern}.*"]
-        matched = {name: one for name, one in floats.items() if any(fnmatchcase(name, one) for one in whole)}
+        globs = [f"{EXTRA}.{pattern}", f"{EXTRA}.{pattern}.*"]
+        matched = {n: source for n, source in floats.items() if any(fnmatchcase(n, glob) for glob in globs)}
         if not matched:
             names = [name.removeprefix(f"{EXTRA}.") for name in floats][:3]
-            there = f"; there are {', '.join(names)}" if names else ""
-            raise ConfigError(f"extra_weights: {pattern!r} names no tensor of floating point in extra{there}")
+            hint = f"; there are {', '.join(names)}" if names else ""
+            raise ConfigError(f"extra_weights: {pattern!r} names no tensor of floating point in extra{hint}")
         tensors_of_extras |= matched
     return tensors_of_extras
 

@@ -292,9 +292,9 @@ def _run_charts(steps: Steps, metrics: Mapping[str, float]) -> Iterator[Section]
     how["detail"] = [{"field": "file"}, {"field": "kind"}]
     about, y = "Size of each step, bases not included.", number("bytes", **BYTES)
     yield draw("Size of each step", about, values, ["bar"], y, **how)
-    if given := [{"step": step, "metric": metrics[step]} for step in steps if step in metrics]:
+    if points := [{"step": step, "metric": metrics[step]} for step in steps if step in metrics]:
         about = "The metric passed to each save; unrelated to the loss by compression."
-        yield draw("Metric of each save", about, given, LINES, number("metric", scale={"zero": False}))
+        yield draw("Metric of each save", about, points, LINES, number("metric", scale={"zero": False}))
     ratios = [
         {"step": step, "times smaller": ratio, "part": part}
         for step, of in steps.items()

@@ -87,11 +87,11 @@ def prepared(job: WriteJob) -> Iterator[WriteJob]:
     method = checked(job.config)
     roles, notes = _roles_of(job) if method.is_lossy else ({}, [])
     everything = {**job.tensors, **job.beside}
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         guides, momentum = job.guides, job.momentum
         if guides is None:
             guides, more = guides_of(
-                everything, roles, method, job.guide_files, held, tree=job.tree, rules=job.role_rules
+                everything, roles, method, job.guide_files, stack, tree=job.tree, rules=job.role_rules
             )
             notes = [*notes, *more]
         if momentum is not None:

@@ -56,8 +56,8 @@ def failure_of(error: BaseException) -> tuple[int, str]:
         return USAGE, message + (f"{link} {context.command_path} --help" if context is not None else "")
     if isinstance(error, KeyboardInterrupt | click.Abort):
         # click replaces a KeyboardInterrupt.
-        said = error.__cause__ if isinstance(error, click.Abort) else error
-        return INTERRUPTED, f"interrupted {said or ''}".strip()
+        interrupt = error.__cause__ if isinstance(error, click.Abort) else error
+        return INTERRUPTED, f"interrupted {interrupt or ''}".strip()
     if isinstance(error, OSError):
         return _explain_os_error(error)
     if isinstance(error, UnicodeEncodeError):

@@ -199,7 +199,7 @@ def test_a_member_has_the_interface_of_other_sources(chain: tuple[Path, Path, Ar
     assert member.coders(0) == member.group.coders(0) != set()
     assert member.base is member.group.base is None
     assert member.needs(only_codes=True) == separate.needs(only_codes=True) == []
-    assert member.decoded(0, only_codes=True, held={}) == Decoded(None, None)
+    assert member.decoded(0, only_codes=True, dependencies={}) == Decoded(None, None)
     for source in (member, separate):
         patterns = source.patterns(0, source.n_patterns)
         assert source.holds(0, patterns)
