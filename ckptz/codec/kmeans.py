@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.codec.coded import CodedQuantizer, CodedSource
-from ckptz.codec.histogram import Histogram
+from ckptz.codec.histogram import RELATIVE_ERROR, Histogram
 from ckptz.codec.lossless import EXACT, counts_by_base, exact_with_note
 from ckptz.codec.method import (
     MIN_ELEMENTS,
@@ -31,6 +31,7 @@ from ckptz.codec.rounding_rule import (
     RoundingRule,
     choose_rounding,
     deciding_elements,
+    is_explained,
 )
 from ckptz.codec.sensitivity import SensitivityHistogram, floats_of
 from ckptz.codec.tensor import (
@@ -46,7 +47,7 @@ from ckptz.errors import ConfigError, check_float, check_int
 from ckptz.format.context_rules import BaseCode
 from ckptz.format.dtypes import DType
 from ckptz.format.frequency import entropy_bits
-from ckptz.format.plan import Domain, Plan, QuantizationMap
+from ckptz.format.plan import Domain, ExplicitTable, Plan, QuantizationMap
 from ckptz.format.sources import Patterns, TensorSource
 from ckptz.format.values import FLOAT_KINDS
 from ckptz.kernels.floats import F32
@@ -106,12 +107,14 @@ class Clusters(Recipe):
         return _regrouped(tensor, TensorPlan(plan, quantizer, note))
 
     def _moving(self, tensor: TensorToEncode, histogram: Histogram) -> TensorPlan | None:
-        """Plan a weight that was restored from its base and trained further; None for other weights.
+        """Plan a weight that was restored from the newest file of its run and trained further; else None.
 
-        Its values are near the base's levels, so rounding to the nearest level would undo all movement since.
-        The base's map is kept, and values are rounded stochastically to one of the two adjacent levels.
+        Its values are near that file's levels: rounding to the nearest would undo all movement since. The map
+        is kept, and values are rounded stochastically to one of the two adjacent levels. After a restore, the
+        outer levels become the outermost values, as values beyond all levels would be rounded with a bias.
         """
-        stored, source = None if tensor.base is None else tensor.base.stored, tensor.source
+        newest, source = tensor.newest or tensor.base, tensor.source
+        stored = None if newest is None else newest.stored
         if stored is None or stored.method != self.name or stored.plan.quant_map is None:
             return None
         asked = {name: value for name, value in stored.settings.items() if name != SEED_KEY}
@@ -129,16 +132,28 @@ class Clusters(Recipe):
             float(ceiling),
             self.partitions.protect_as_bf16,
         )
-        assert tensor.base is not None
+        assert newest is not None
         old_rule = RoundingRule.of_record(stored, self.name)
-        rule = quantizer.choose_rounding(source, tensor.base, old_rule, tensor.dither_seed())
+        rule = quantizer.choose_rounding(source, newest, old_rule, tensor.dither_seed())
         if not rule.is_stochastic:
             return None
+        table = old.table
+        if rule != old_rule:
+            values, _ = histogram.occupied()
+            values = values[np.abs(values) <= ceiling]
+            margin = np.abs(values) * RELATIVE_ERROR
+            levels = levels.copy()
+            levels[0] = min(levels[0], (values - margin).min(initial=np.inf))
+            levels[-1] = max(levels[-1], (values + margin).max(initial=-np.inf))
+            entries = table.expand().copy()
+            entries[0, : len(levels)] = levels.view(np.uint32)
+            table = ExplicitTable(entries)
         plan = Plan(
-            quant_map=QuantizationMap(old.table, np.zeros(1, np.int64), escape_code=old.escape_code),
+            quant_map=QuantizationMap(table, np.zeros(1, np.int64), escape_code=old.escape_code),
             domain=Domain.LINEAR,
         )
-        return TensorPlan(plan, replace(quantizer, rounding_rule=rule), recorded=rule.record())
+        quantizer = replace(quantizer, levels=levels, rounding_rule=rule)
+        return TensorPlan(plan, quantizer, recorded=rule.record())
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,17 +204,22 @@ class LevelQuantizer(Quantizer):
         self, source: TensorSource, base: TensorSource, old: RoundingRule, new_seed: int
     ) -> RoundingRule:
         """Choose the rounding rule from a sample; `old` is the rule of the base's file."""
-        all_movements, all_thresholds = [], []
+        movements, shares, thresholds = [], [], []
         for (begin, end), indices in deciding_elements(source, base):
             at = indices - begin
             values, decoded = (floats_of(one.patterns(begin, end)[at], self.kind) for one in (source, base))
             below, share = self._places(values)
             gaps = (self.levels[1:] - self.levels[:-1]).astype(np.float64)[below]
             is_between = (share > 0) & (share < 1)
-            all_movements.append(np.where(is_between, (values.astype(np.float64) - decoded) / gaps, np.nan))
-            all_thresholds.append(old.thresholds(begin, end - begin)[at])
-        movements, thresholds = np.concatenate(all_movements), np.concatenate(all_thresholds)
-        return choose_rounding(movements, thresholds, old, new_seed, LEAST_OF_CLUSTERS)
+            movements.append(values.astype(np.float64) - decoded)
+            shares.append(np.where(is_between, movements[-1] / gaps, np.nan))
+            thresholds.append(old.thresholds(begin, end - begin)[at].astype(np.float64))
+        # The movements of all elements, by no gap, do not correlate with thresholds after a restore. Those
+        # scaled by the gap on their side would, as elements were rounded more often over the wider gap.
+        moved, drawn = np.concatenate(movements), np.concatenate(thresholds)
+        if len(moved) and is_explained(moved, drawn):
+            return old
+        return choose_rounding(np.concatenate(shares), None, old, new_seed, LEAST_OF_CLUSTERS)
 
 
 @register

@@ -27,7 +27,7 @@ N_SAMPLED: Final = 1 << 14  # elements of one chunk
 MIN_DECIDING: Final = 256  # elements that decide on the rule at least, if a tensor has so many
 MOST_LEAST: Final = 0.5  # largest coefficient that few elements need
 SURE: Final = 4.0  # standard errors of a significant correlation
-FARTHEST: Final = 2.0  # steps; larger residuals are clipped to this
+FARTHEST: Final = 2.0  # steps; larger residuals are clipped to this in the correlation with thresholds
 SEED_KEY: Final = "drawn"  # of the dither seed in the record of a frame
 
 
@@ -127,14 +127,14 @@ def choose_rounding(
     known = np.clip(movements[is_known], -FARTHEST, FARTHEST)
     if not len(known):
         return old
-    if thresholds is not None and _explained(known, thresholds[is_known].astype(np.float64)):
+    if thresholds is not None and is_explained(known, thresholds[is_known].astype(np.float64)):
         return old
-    coefficient = np.cos(2 * np.pi * known).mean()
+    coefficient = np.cos(2 * np.pi * movements[is_known]).mean()
     sure = min(3 / np.sqrt(2 * len(known)), MOST_LEAST)
     return RoundingRule(new_seed) if coefficient > max(least, sure) else TO_NEAREST
 
 
-def _explained(movements: Reals, thresholds: Reals) -> bool:
+def is_explained(movements: Reals, thresholds: Reals) -> bool:
     """Return whether differences correlate negatively with the last thresholds, as rounding errors do."""
     slope = ((thresholds - 0.5) * movements).mean()
     return bool(slope < -SURE * np.sqrt(np.square(movements).mean() / 12 / len(movements)))
