@@ -522,8 +522,7 @@ class FineRounding(Recipe):
         if not _is_finite(source, run):
             return exact_with_note(tensor, "holds NaN or infinity")
         chosen = replace(self, size=self._size_for(tensor))
-        if tensor.base is not None:
-            chosen = replace(chosen, rounding_rule=chosen._rounding_of_delta(source, tensor.dither_seed()))
+        chosen = replace(chosen, rounding_rule=chosen._choose_rounding(tensor))
         kind = FLOAT_KINDS[source.dtype.name]
         restored = LazySource.of(
             source, lambda begin, end: chosen.rounded(source.patterns(begin, end), kind, begin)
@@ -548,16 +547,27 @@ class FineRounding(Recipe):
         step = min(step, MOST_OF_SPREAD * math.sqrt(max(statistics.spread**2 - mean**2, 0.0)))
         return 2.0 ** math.floor(math.log2(step)) if step > LEAST_SIZE else 0.0
 
-    def _rounding_of_delta(self, source: TensorSource, new_seed: int) -> RoundingRule:
-        """Choose the rounding rule from the first chunk; the base's file does not record its own."""
-        n_dropped = self._n_dropped(FLOAT_KINDS[source.dtype.name])
-        if n_dropped <= 0:
+    def _choose_rounding(self, tensor: TensorToEncode) -> RoundingRule:
+        """Choose the rounding rule from the first chunk: stochastic if values are near restored ones.
+
+        Restored values are multiples of the step, or of a half or a quarter of it if it has grown since. The
+        newest file's are known, but values are near older ones if nothing was restored since.
+        """
+        source, kind = tensor.source, FLOAT_KINDS[tensor.source.dtype.name]
+        if self._n_dropped(kind) <= 0:
             return TO_NEAREST
-        patterns = source.patterns(0, min(CHUNK_VALUES, source.n_patterns))
-        low = (patterns & patterns.dtype.type((1 << n_dropped) - 1)).astype(np.float64) / (1 << n_dropped)
-        if self.size:
-            low = np.modf(patterns.view(np.float32).astype(np.float64) / self.size)[0]
-        return choose_rounding(low, None, TO_NEAREST, new_seed)
+        bounds = (0, min(CHUNK_VALUES, source.n_patterns))
+        values = floats_in(source, *bounds).astype(np.float64)
+        newest = tensor.newest or tensor.base
+        others = values if newest is None else floats_in(newest, *bounds).astype(np.float64)
+        largest = np.maximum(np.abs(values), np.abs(others))
+        steps = np.maximum(np.ldexp(1.0, np.frexp(largest)[1] - self.bits), self.size)
+        movements = [np.modf(values / steps * parts)[0] for parts in (1, 2, 4)]
+        seed = tensor.dither_seed()
+        rules = (
+            choose_rounding(one, None, TO_NEAREST, seed) for one in (*movements, (values - others) / steps)
+        )
+        return next((rule for rule in rules if rule.is_stochastic), TO_NEAREST)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
