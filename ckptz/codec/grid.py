@@ -17,7 +17,7 @@ from typing import ClassVar, Final, Self
 import numpy as np
 
 from ckptz.codec.grid_steps import RowSteps, bare_levels, largest_magnitude, row_steps
-from ckptz.codec.grid_tensor import GridTensor, Layer, encoding_of
+from ckptz.codec.grid_tensor import FINEST, GridTensor, Layer, encoding_of
 from ckptz.codec.lossless import EXACT, plan_lossless
 from ckptz.codec.method import (
     CALIBRATION,
@@ -63,6 +63,9 @@ RESTART_SHARE: Final = 0.5
 FULL_SHARE: Final = 0.35  # of the step of deltas, for full files of runs that restart
 # Steps around zero that the choice of a dither seed ignores: one cell, or three with dead zone and centroids.
 PEAK, PEAK_TO_SHIP = 0.5, 1.5
+# Smallest factor of the steps of a full file that follows the movement, as each halving costs a bit per
+# weight. With 1/64 the full file in the middle of bench/studies/encoder was 59 MB instead of 19.
+FINEST_FULL: Final = 0.5
 MOST_MOVES: Final = 16.0  # largest step of a delta, in mean movements; see `GridTensor.choose_rounding`
 SUITS: Final = 2.0  # greatest ratio of the base's steps and newly chosen ones at which the base's are kept
 
@@ -120,6 +123,9 @@ class UniformGrid(Recipe):
         begins = base is None or base.stored is None or base.stored.method != self.name
         step = self.full_step if begins and self.full_step is not None else self.step
         wanted = replace(self, step=step)
+        if base is None and tensor.movement is not None:
+            # Full files have the steps of deltas if these are finer.
+            tensor = replace(tensor, movement=tensor.movement * self.step / step)
         is_resumed = self.purpose == "resume" or (self.purpose == "auto" and base is not None)
         plan = wanted._plan_resume if is_resumed else wanted._plan_ship
         encoding = plan(tensor, base, _row_steps(source, step, guide, statistics))
@@ -135,30 +141,7 @@ class UniformGrid(Recipe):
         evenly, and the dither seed of the previous file is kept. Likewise for full files: after a restore,
         values are near the multiples of the steps.
         """
-        stored = None if base is None else base.stored
-        of_base = _steps_of(stored, len(rows.labels))
-        same_step = stored is not None and stored.settings.get("step") == self.step
-        kept = of_base if of_base and same_step and 1 / SUITS <= _ratio(of_base, rows) <= SUITS else None
-        rows = kept or rows
-        rule = RoundingRule.of_record(stored, self.name)
-        grid = GridTensor(tensor.source, base, rows, self.dead_zone or 0.0, rule)
-        moves = None if tensor.movement is None else tensor.movement * self.most_moves
-        new_seed = tensor.dither_seed()
-        unrestored = _steps_of_unrestored(tensor, rows, new_seed)
-        if unrestored is not None:
-            grid, moves = replace(grid, rows=unrestored), None
-        grid = grid.choose_rounding(new_seed, PEAK if kept else PEAK_TO_SHIP, moves)
-        recorded: dict[str, Setting] = {}
-        if unrestored is not None or (base is not None and grid.rounding_rule.is_stochastic):
-            recorded["step"] = float(self.step * (grid.rows.steps[0] / rows.steps[0]))
-        if grid.rounding_rule.is_stochastic and grid.rounding_rule == rule:
-            # The errors of the base's rounding are in the residual. Its thresholds preserve movement with its
-            # steps only; with others, a delta loses a part of it at any size of the steps.
-            if stored is not None and of_base is not None and _ratio(of_base, grid.rows) <= SUITS:
-                grid = replace(grid, rows=of_base)
-                recorded["step"] = stored.settings["step"]
-            else:
-                grid = replace(grid, rounding_rule=RoundingRule(new_seed))
+        grid, recorded = self._choose_grid(tensor, base, rows)
         counted = grid.counted(tensor.run)
         most = largest_magnitude(counted.codes.total)
         is_nearest = not grid.rounding_rule.is_stochastic
@@ -169,6 +152,48 @@ class UniformGrid(Recipe):
         encoding = encoding_of(grid, counted, most, bare_levels(grid.rows.steps, most))
         recorded = {**grid.rounding_rule.record(), **recorded}
         return replace(encoding, recorded=recorded)
+
+    def _choose_grid(
+        self, tensor: TensorToEncode, base: TensorSource | None, rows: RowSteps
+    ) -> tuple[GridTensor, dict[str, Setting]]:
+        """Choose the steps, at most `rows`, and the rounding; also return what to record of the steps."""
+        stored = None if base is None else base.stored
+        of_base = _steps_of(stored, len(rows.labels))
+        same_step = stored is not None and stored.settings.get("step") == self.step
+        kept = of_base if of_base and same_step and 1 / SUITS <= _ratio(of_base, rows) <= SUITS else None
+        rows = kept or rows
+        rule = RoundingRule.of_record(stored, self.name)
+        grid = GridTensor(tensor.source, base, rows, self.dead_zone or 0.0, rule)
+        moves = None if tensor.movement is None else tensor.movement * self.most_moves
+        new_seed = tensor.dither_seed()
+        newest = tensor.newest
+        if newest is None and not rule.is_stochastic and moves is not None and 0 < moves < 1:
+            newest = base
+        if newest is None:
+            grid = grid.choose_rounding(new_seed, PEAK if kept else PEAK_TO_SHIP, moves)
+        else:
+            finest = FINEST_FULL if base is None else FINEST
+            share = 1.0 if moves is None else min(max(moves, finest), 1.0)
+            bounded, is_stochastic = _after_newest(tensor.source, newest, rows, share, new_seed)
+            if _ratio(bounded, rows) < finest:
+                bounded = replace(rows, steps=rows.steps * finest)
+            grid = replace(grid, rows=bounded)
+            if is_stochastic:
+                grid = replace(grid, rounding_rule=RoundingRule(new_seed))
+            else:
+                grid = grid.choose_rounding(new_seed, PEAK_TO_SHIP, None)
+        recorded: dict[str, Setting] = {}
+        if newest is not None or (base is not None and grid.rounding_rule.is_stochastic):
+            recorded["step"] = float(self.step * (grid.rows.steps[0] / rows.steps[0]))
+        if grid.rounding_rule.is_stochastic and grid.rounding_rule == rule:
+            # The errors of the base's rounding are in the residual. Its thresholds preserve movement with its
+            # steps only; with others, a delta loses a part of it at any size of the steps.
+            if stored is not None and of_base is not None and _ratio(of_base, grid.rows) <= SUITS:
+                grid = replace(grid, rows=of_base)
+                recorded["step"] = stored.settings["step"]
+            else:
+                grid = replace(grid, rounding_rule=RoundingRule(new_seed))
+        return grid, recorded
 
     def _plan_ship(self, tensor: TensorToEncode, base: TensorSource | None, rows: RowSteps) -> TensorPlan:
         """Plan a weight that is only evaluated: the smallest frame at a given error."""
@@ -201,20 +226,35 @@ def _steps_of(stored: Stored | None, n_rows: int) -> RowSteps | None:
     return RowSteps(table.scale, labels)
 
 
-def _steps_of_unrestored(tensor: TensorToEncode, rows: RowSteps, new_seed: int) -> RowSteps | None:
-    """Return the steps of the newest file if it is not the base and nothing was restored since.
+def _after_newest(
+    source: TensorSource, newest: TensorSource, rows: RowSteps, share: float, new_seed: int
+) -> tuple[RowSteps, bool]:
+    """Choose steps, at most `rows`, and rounding from the difference to the newest file of the run.
 
-    The difference to it then contains its rounding errors, so the movement since is unknown, and the steps
-    stay. None otherwise, or if they are coarser than `rows`.
+    If nothing was restored since, the difference contains the errors of its rounding. These hide movements
+    that are smaller, so its steps stay. Else the steps follow the movement.
+
+    Args:
+        source: the tensor.
+        newest: the same tensor in the newest file.
+        rows: the steps without a bound.
+        share: factor of these steps by the mean movement of the file.
+        new_seed: an unused dither seed.
+
+    Returns:
+        The steps, and whether values were restored from files of the run, so that rounding to nearest would
+        lose what training has moved since.
     """
-    newest = tensor.newest
-    stored = None if newest is None else newest.stored
-    steps = _steps_of(stored, n_rows_of(tuple(tensor.source.shape)))
-    if steps is None or _ratio(steps, rows) > 1:
-        return None
-    rule = RoundingRule.of_record(stored, UniformGrid.name)
-    chosen = GridTensor(tensor.source, newest, steps, 0.0, rule).choose_rounding(new_seed, PEAK, None)
-    return steps if chosen.rounding_rule == rule else None
+    steps = _steps_of(newest.stored, len(rows.labels))
+    bounded = replace(rows, steps=rows.steps * share)
+    if steps is None:
+        return bounded, False
+    old = RoundingRule.of_record(newest.stored, UniformGrid.name)
+    rule = GridTensor(source, newest, steps, 0.0, old).choose_rounding(new_seed, PEAK, None).rounding_rule
+    ratio = _ratio(steps, rows)
+    if rule == old and ratio < 1 and share < MOST_MOVES * ratio:
+        bounded = steps
+    return bounded, rule.is_stochastic
 
 
 def _ratio(these: RowSteps, others: RowSteps) -> float:

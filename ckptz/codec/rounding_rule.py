@@ -25,7 +25,7 @@ LEAST: Final = 0.02  # c up to which a grid is rounded to nearest
 LEAST_OF_CLUSTERS: Final = 0.15
 N_SAMPLED: Final = 1 << 14  # elements of one chunk
 MIN_DECIDING: Final = 256  # elements that decide on the rule at least, if a tensor has so many
-MOST_LEAST: Final = 0.5  # largest coefficient that few elements need
+MOST_LEAST: Final = 0.5  # limit of c up to which even few elements are rounded to nearest
 SURE: Final = 4.0  # standard errors of a significant correlation
 FARTHEST: Final = 2.0  # steps; larger residuals are clipped to this in the correlation with thresholds
 SEED_KEY: Final = "drawn"  # of the dither seed in the record of a frame
@@ -135,6 +135,6 @@ def choose_rounding(
 
 
 def is_explained(movements: Reals, thresholds: Reals) -> bool:
-    """Return whether differences correlate negatively with the last thresholds, as rounding errors do."""
+    """Return whether differences [n] correlate negatively with thresholds [n], as rounding errors do."""
     slope = ((thresholds - 0.5) * movements).mean()
     return bool(slope < -SURE * np.sqrt(np.square(movements).mean() / 12 / len(movements)))

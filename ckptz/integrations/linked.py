@@ -33,7 +33,7 @@ from ckptz.state.torch import to_plain
 from ckptz.store.resolve import MAX_DEPTH, Checkpoint, Path_, open_checkpoint
 from ckptz.torch import load_state
 from ckptz.training.compare import notes_on
-from ckptz.training.files import after, against, memory_for_last, residual_job
+from ckptz.training.files import against, memory_for_last, residual_job, write_after
 from ckptz.training.snapshot import check_dense, identity_of
 from ckptz.write.job import WriteJob
 from ckptz.write.writer import write
@@ -187,7 +187,13 @@ class Chain(LinkedFiles):
             newest = None
             if job.config.is_lossy:
                 newest = found_base(functools.partial(self.open_newest, path), stack, [])
-            written = write(sink, after(against(job, base, name), newest, base), workers)
+
+            def save(job: WriteJob) -> Written:
+                sink.seek(0)
+                sink.truncate()
+                return write(sink, job, workers)
+
+            written = write_after(save, against(job, base, name), newest, base, self.notes)
             if self.options.n_exact and written.n_lossy:
                 sink.flush()
                 place, temporary = residual_of(Path(sink.name), path), Path(sink.name)

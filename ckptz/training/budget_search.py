@@ -135,7 +135,7 @@ class BudgetSearch:
             try:
                 report = self._search(state, calibration, target, bases, newest, jobs)
             except (FormatError, MissingBaseError):
-                if not any(bases.values()):
+                if newest is None and not any(bases.values()):
                     raise
                 # A base or the newest file is damaged: the files will be full files.
                 bases = dict.fromkeys(kinds)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -19,7 +19,7 @@ from ckptz.codec.lossless import LOSSLESS
 from ckptz.codec.method import Method
 from ckptz.codec.restored import CachedTensor
 from ckptz.codec.tensor import SideInformation
-from ckptz.errors import CorruptionError, FormatError, UnsupportedError
+from ckptz.errors import CorruptionError, FormatError, MissingBaseError, UnsupportedError
 from ckptz.format.index import QualityRecord
 from ckptz.format.reader import Container, FrameSource
 from ckptz.format.sources import TensorSource, tensor_bytes
@@ -302,7 +302,8 @@ class StepWriter:
         if self.tracker is not None and not method.is_last:
             momentum = Momentum(self.tracker, self.step, state.with_optimizers, lossy_tensors(restored))
             job = replace(job, momentum=momentum)
-        return self._write("weights", sink, after(against(job, base), newest, base))
+        write = functools.partial(self._write, "weights", sink)
+        return write_after(write, against(job, base), newest, base, self._notes["weights"])
 
     def _write_state(self, sink: BinaryIO, base: Checkpoint | None, position: int) -> Written:
         method = self._against("state", base)
@@ -355,6 +356,8 @@ class StepWriter:
         return LossSettings(config=LOSSLESS)
 
     def _write(self, kind: FileKind, sink: BinaryIO, job: WriteJob) -> Written:
+        sink.seek(0)
+        sink.truncate()
         self._written[kind] = job = replace(job, step=self.step, effort=self.effort)
         with Workers(self.jobs) as workers:
             written = write(sink, job, workers)
@@ -374,10 +377,38 @@ def against(job: WriteJob, base: Checkpoint | None, file: str | None = None) -> 
 
 
 def after(job: WriteJob, newest: Checkpoint | None, base: Checkpoint | None) -> WriteJob:
-    """Return the job of a delta that knows the open newest file of its run, if that is not the base."""
-    if newest is None or base is None or base.files[0].name == newest.files[0].name:
+    """Return the job of a file that knows the open newest file of its run, if that is not the base."""
+    if newest is None or (base is not None and base.files[0].name == newest.files[0].name):
         return job
     return replace(job, newest=remembering(newest.tensors))
+
+
+def write_after(
+    write: Callable[[WriteJob], Written],
+    job: WriteJob,
+    newest: Checkpoint | None,
+    base: Checkpoint | None,
+    notes: list[str],
+) -> Written:
+    """Write a file of a run that knows the newest one, or a full file that does not if it is damaged.
+
+    Args:
+        write: writes the file, and replaces what an earlier call has written.
+        job: the job, with its base.
+        newest: the open newest file, or None.
+        base: the open base, or None for a full file.
+        notes: list to which the damage is added.
+
+    Raises:
+        FormatError, MissingBaseError: a delta could not be written, as it or the newest file is damaged.
+    """
+    try:
+        return write(after(job, newest, base))
+    except (FormatError, MissingBaseError) as error:
+        if newest is None or base is not None:
+            raise
+        notes.append(f"steps do not follow the movement, because the newest file cannot be read: {error}")
+    return write(job)
 
 
 def residual_job(job: WriteJob, lossy: Checkpoint, file: str, metadata: Mapping[str, str]) -> WriteJob:

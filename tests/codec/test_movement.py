@@ -518,3 +518,117 @@ def test_steps_against_pretrained_weights_follow_the_movement_between_saves(
             if is_restored:
                 saver.restore(step)
     assert steps == pytest.approx([steps[0]] * 8, rel=0.25)
+
+
+@pytest.mark.parametrize("is_restored", [False, True])
+def test_steps_of_later_full_files_follow_the_movement(tmp_path: Path, is_restored: bool) -> None:
+    """Down to half of the first one's; its step would undo that deltas follow the movement."""
+    model, optimizer = train_layer(1e-6)
+    generator, steps = torch.Generator().manual_seed(1), []
+    with Checkpointer(
+        tmp_path, model, optimizer, config=Grid(), keep=LOSSY, background=False, full_every=3
+    ) as saver:
+        for step in range(1, 8):
+            saver.save(step)
+            steps.append(record_of(tmp_path, f"step-{step:08d}", "model.weight").settings["step"])
+            if is_restored or step == 1:
+                saver.restore(step)
+            with torch.no_grad():
+                model.weight += torch.randn(128, 128, generator=generator) * model.weight.std() * 1e-3
+    assert steps[0] == FULL_SHARE / 2
+    assert [steps[3], steps[6]] == pytest.approx([FULL_SHARE / 4] * 2)
+    assert max(steps[1:]) < 0.1
+
+
+@pytest.mark.parametrize("n_between", [1, 3])
+@pytest.mark.parametrize("config", [Grid(), Grid(step=4), KMeans(), KMeans(levels=8, protect=0, prune=0.3)])
+def test_full_files_preserve_the_movement_since_a_restore(
+    tmp_path: Path, config: Method, n_between: int
+) -> None:
+    """Also of weights of one dimension, and whether or not the newest file was restored."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 4096)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    model(torch.randn(16, 64)).square().mean().backward()
+    optimizer.step()
+    generator, shares = torch.Generator().manual_seed(1), []
+    options: dict[str, Any] = {"config": config, "keep": LOSSY, "background": False, "full_every": 1}
+    start = None
+    for step in range(1, 4 * n_between + 2):
+        with Checkpointer(tmp_path, model, optimizer, **options) as saver:
+            saver.save(step)
+        saved = load_file(tmp_path / f"step-{step:08d}.ckptz")
+        if start is not None:
+            shares += [
+                share_kept(value.detach().numpy(), saved[name], start[name])
+                for name, value in model.named_parameters()
+            ]
+        if step % n_between == 0:
+            with Checkpointer(tmp_path, model, optimizer, **options) as saver:
+                saver.restore(step)
+            start = saved
+        with torch.no_grad():
+            for value in model.parameters():
+                value += torch.randn(value.shape, generator=generator) * value.std() * 0.02
+    assert len(shares) > 4
+    assert np.mean(shares) == pytest.approx(1, abs=0.08)
+    assert shares == pytest.approx([1] * len(shares), abs=0.35)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "a flipped bit", "deleted"])
+def test_a_damaged_newest_file_does_not_prevent_a_save(tmp_path: Path, damage: str) -> None:
+    model, optimizer = train_layer(1e-4)
+    options: dict[str, Any] = {"config": Grid(), "keep": LOSSY, "background": False, "full_every": 2}
+    with Checkpointer(tmp_path, model, optimizer, **options) as saver:
+        for step in (1, 2):
+            saver.save(step)
+    newest = tmp_path / "step-00000002.ckptz"
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 1
+    newest.write_bytes(content if damage == "a flipped bit" else content[: len(content) // 2])
+    if damage == "deleted":
+        newest.unlink()
+    with Checkpointer(tmp_path, model, optimizer, **options) as saver:  # a new process
+        saver.save(3)
+        notes = saver.wait().notes
+    path = tmp_path / "step-00000003.ckptz"
+    assert any("cannot be read" in note for note in notes) == (damage != "deleted")
+    assert inspect(path).depth == int(damage == "deleted")  # a delta to step 1
+    error = np.abs(load_file(path)["weight"] - model.weight.detach().numpy()).max()
+    assert error <= record_of(tmp_path, path.stem, "model.weight").max_abs_error
+
+
+def test_movements_of_many_steps_are_rounded_to_nearest() -> None:
+    """Stochastic rounding would double the variance of the error, and nothing is lost."""
+    movements = 40 * np.random.default_rng(0).standard_normal(1 << 14)
+    half = np.full(len(movements), 0.5, np.float32)
+    assert choose_rounding(movements, half, TO_NEAREST, 1) == TO_NEAREST
+
+
+@pytest.mark.parametrize("movement", [1e-4, 3e-4, 6e-4])
+@pytest.mark.parametrize("base", ["0", None])
+def test_gains_near_one_keep_the_movement(tmp_path: Path, movement: float, base: str | None) -> None:
+    """Their step follows from 10 bits, 2^-9, which is above the one of the statistics of gains so close."""
+    rng = np.random.default_rng(0)
+    tensors = state()
+    for name in (WEIGHT, NORM):
+        second = name.replace("model", "optimizer") + ".exp_avg_sq"
+        tensors[second] = np.full(tensors[name].shape, 1e-8, np.float32)
+    tensors[NORM] = (1 + 1e-3 * rng.standard_normal(40_000)).astype(np.float32)
+    restored = write_step(tmp_path, "0", tensors, Grid())[NORM]
+    later = tensors | {NORM: (restored + movement * rng.standard_normal(40_000)).astype(np.float32)}
+    loaded = write_step(tmp_path, "1", later, Grid(), base)[NORM]
+    assert share_kept(later[NORM], loaded, restored) == pytest.approx(1, abs=0.1)
+
+
+def test_a_restart_between_uneven_levels_draws_a_new_dither_seed(tmp_path: Path) -> None:
+    """Weights that were 4-bit codes have levels in pairs, whose elements were rounded over one wide gap."""
+    rng = np.random.default_rng(0)
+    weight = (rng.integers(-4, 5, (192, 256)) * 0.0143 + rng.standard_normal((192, 256)) * 3e-4).astype("f4")
+    restored = write_step(tmp_path, "0", {WEIGHT: weight}, KMeans())[WEIGHT]
+    seeds = []
+    for i in range(1, 6):
+        later = (restored + rng.standard_normal(weight.shape) * 3e-4).astype(np.float32)
+        restored = write_step(tmp_path, str(i), {WEIGHT: later}, KMeans(), str(i - 1))[WEIGHT]
+        seeds.append(record_of(tmp_path, str(i)).settings["drawn"])
+    assert len(set(seeds)) == 5

@@ -1,4 +1,4 @@
-"""Hostile files cause an error of one line with an exit code by cause, or are restored exactly."""
+"""Hostile files: one line of error and an exit code by cause, or exactly the right tensors."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from tests.support.cli_support import (
     write_plain,
 )
 
-# --- hostile headers, names and contents ----------------------------------------------------------
+# --- files that are not what they seem ------------------------------------------------------------
 
 
 HEADERS = {
@@ -33,10 +33,10 @@ HEADERS = {
 }
 
 
-@pytest.mark.parametrize("header", HEADERS.values(), ids=HEADERS)
-def test_a_hostile_safetensors_header_is_refused(header: bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", HEADERS)
+def test_a_hostile_safetensors_header_is_refused(what: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.safetensors"
-    path.write_bytes(len(header).to_bytes(8, "little") + header + b"\0")
+    path.write_bytes(len(HEADERS[what]).to_bytes(8, "little") + HEADERS[what] + b"\0")
     run = ckptz("compress", path, fails=True)
     assert run.exit_code == 3
     assert "bad.safetensors" in run.error
@@ -54,7 +54,7 @@ def test_a_hostile_safetensors_header_is_refused(header: bytes, tmp_path: Path) 
         ("<!DOCTYPE html>", "get it again"),
     ],
 )
-def test_git_lfs_pointers_and_web_pages_are_reported_with_a_remedy(
+def test_what_was_not_downloaded_is_told_with_a_remedy(
     suffix: str, text: str, words: str, tmp_path: Path
 ) -> None:
     path = (tmp_path / "model").with_suffix(suffix)
@@ -64,7 +64,7 @@ def test_git_lfs_pointers_and_web_pages_are_reported_with_a_remedy(
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "/abs", "a\x1b[2Jb", "line\nbreak", "\u202egnp", ""])
-def test_hostile_tensor_names_are_restored_and_escaped_on_the_terminal(name: str, tmp_path: Path) -> None:
+def test_hostile_tensor_names_survive_and_never_reach_the_terminal(name: str, tmp_path: Path) -> None:
     rows = {name: ("U8", (3,), b"abc"), "layer.weight": ("F32", (2,), bytes(8))}
     path = write_plain(tmp_path / "names.safetensors", rows, {name: name})
     ckptz("compress", path)
@@ -86,7 +86,7 @@ def test_errors_escape_control_characters(tmp_path: Path) -> None:
         assert ckptz(*arguments, fails=True).error.isprintable()
 
 
-def test_a_ckptz_file_with_another_format_name_is_not_read_as_safetensors(chain: Chain) -> None:
+def test_a_file_that_denies_being_ckptz_is_not_read_as_plain(chain: Chain) -> None:
     content = chain.full.read_bytes()
     changed = content.replace(b'"ckptz.format":"ckptz"', b'"ckptz.format":"cjptz"')
     assert changed != content
@@ -105,9 +105,7 @@ def test_a_ckptz_file_with_another_format_name_is_not_read_as_safetensors(chain:
         (b'"ckptz.version":"1.0"', b'"ckptz.version":"9.1"'),
     ],
 )
-def test_files_of_newer_format_versions_are_refused_as_unsupported(
-    old: bytes, new: bytes, chain: Chain
-) -> None:
+def test_what_a_newer_ckptz_wrote_is_unsupported(old: bytes, new: bytes, chain: Chain) -> None:
     content = chain.full.read_bytes()
     assert old in content
     chain.full.write_bytes(content.replace(old, new))
@@ -118,7 +116,7 @@ def test_files_of_newer_format_versions_are_refused_as_unsupported(
         assert "step-1.ckptz" in run.error
 
 
-def test_inspect_names_a_missing_base_and_describes_the_delta(chain: Chain) -> None:
+def test_a_missing_base_is_named_and_the_rest_described(chain: Chain) -> None:
     chain.full.unlink()
     chain.first.unlink()
     assert "--search-path" in ckptz("restore", chain.delta, fails=True).error
@@ -128,26 +126,26 @@ def test_inspect_names_a_missing_base_and_describes_the_delta(chain: Chain) -> N
     assert {tensor["n_frames"] for tensor in report["tensors"]} == {1, None}
 
 
-def test_a_file_that_is_its_own_base_is_refused(chain: Chain) -> None:
-    def refer_to_itself(index: Any) -> Any:
+def test_a_base_that_is_its_own_delta_ends(chain: Chain) -> None:
+    def to_itself(index: Any) -> Any:
         index["base"] |= {"content_id": index["content_id"], "file": "loop.ckptz"}
         return index
 
-    path = forge(chain.delta, chain.folder / "loop.ckptz", refer_to_itself)
-    chain.second.unlink()  # it has the content id of the base, and would be used instead
+    path = forge(chain.delta, chain.folder / "loop.ckptz", to_itself)
+    chain.second.unlink()  # it would pass as a base with that content id
     assert ckptz("restore", path, fails=True).exit_code == 5
 
 
 @pytest.mark.parametrize("file", ["../evil", "/tmp/evil", "a/b", "a\\b", "..", "c:evil", "nul\0"])
-def test_shard_names_that_lead_out_of_the_folder_are_refused(file: str, tmp_path: Path) -> None:
+def test_a_shard_does_not_lead_out_of_the_folder(file: str, tmp_path: Path) -> None:
     folder = hf_folder(tmp_path / "hf")
     ckptz("compress", folder)
 
-    def rename_shard(index: Any) -> Any:
+    def elsewhere(index: Any) -> Any:
         index["sharding"]["shards"][0]["file"] = file
         return index
 
-    path = forge(folder / "model.ckptz", tmp_path / "evil.ckptz", rename_shard)
+    path = forge(folder / "model.ckptz", tmp_path / "evil.ckptz", elsewhere)
     before = sorted(tmp_path.rglob("*"))
     run = ckptz("restore", path, "-o", tmp_path / "out", fails=True)
     assert run.exit_code == 3

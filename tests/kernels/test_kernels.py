@@ -41,17 +41,13 @@ def finite(patterns: np.ndarray[Any, Any], kind: int) -> np.ndarray[Any, Any]:
     return np.where((patterns & exponent) == exponent, patterns.dtype.type(1), patterns)
 
 
-def on_device(arguments: tuple[Any, ...], device: Any) -> list[Any]:
-    """Copy the arrays among the arguments of a kernel to a device."""
-    return [to_torch(a, device) if isinstance(a, np.ndarray) else a for a in arguments]
-
-
 def check_equal(name: str, dtype: Any, *arguments: Any) -> np.ndarray[Any, Any]:
     """Check that a kernel returns the reference's bits on every backend that has it, and return them."""
     expected = getattr(reference, name)(*arguments)
     np.testing.assert_array_equal(getattr(cpu_kernels(), name)(*arguments), expected)
     for device in devices() if hasattr(torch_kernels, name) else ():
-        actual = from_torch(getattr(torch_kernels, name)(*on_device(arguments, device)), dtype)
+        on_device = [to_torch(a, device) if isinstance(a, np.ndarray) else a for a in arguments]
+        actual = from_torch(getattr(torch_kernels, name)(*on_device), dtype)
         np.testing.assert_array_equal(actual, expected)
     return expected
 
@@ -64,8 +60,9 @@ def check_equal_into(name: str, out: np.ndarray[Any, Any], *arguments: Any) -> n
     getattr(cpu_kernels(), name)(*arguments, actual)
     np.testing.assert_array_equal(actual, expected)
     for device in devices() if hasattr(torch_kernels, name) else ():
+        on_device = [to_torch(a, device) if isinstance(a, np.ndarray) else a for a in arguments]
         out_on_device = to_torch(np.zeros_like(out), device)
-        getattr(torch_kernels, name)(*on_device(arguments, device), out_on_device)
+        getattr(torch_kernels, name)(*on_device, out_on_device)
         np.testing.assert_array_equal(from_torch(out_on_device, out.dtype), expected)
     return expected
 
@@ -91,7 +88,7 @@ def test_planes_are_split_and_merged_exactly(dtype: Any, data: st.DataObject) ->
 @pytest.mark.parametrize("dtype", PATTERN_TYPES)
 @given(st.data())
 @settings(max_examples=20, deadline=None)
-def test_magnitudes_histograms_and_grouping_equal_the_reference(dtype: Any, data: st.DataObject) -> None:
+def test_classes_histograms_and_grouping_agree(dtype: Any, data: st.DataObject) -> None:
     patterns = data.draw(f32_patterns(dtype))
     symbols = data.draw(hnp.arrays(np.uint8, len(patterns)))
     contexts = check_equal("magnitudes", np.uint8, patterns)
@@ -109,7 +106,7 @@ def test_magnitudes_histograms_and_grouping_equal_the_reference(dtype: Any, data
         np.testing.assert_array_equal(check_equal_into("ungroup", codes, grouped, contexts, totals), codes)
 
 
-def test_context_counts_do_not_depend_on_the_number_of_contexts() -> None:
+def test_context_counts_do_not_depend_on_the_size_of_the_alphabet() -> None:
     rng = np.random.default_rng(0)
     labels = rng.choice(np.array([3, 4, 9], np.uint8), 3 * 1024 + 1)
     codes = rng.integers(0, 256, len(labels)).astype(np.uint8)
@@ -138,7 +135,7 @@ def test_order_is_inverted_and_sorts_like_the_values(dtype: Any, data: st.DataOb
 @pytest.mark.parametrize(("kind", "dtype"), KINDS)
 @given(st.data())
 @settings(max_examples=30, deadline=None)
-def test_region_codes_equal_the_reference(kind: int, dtype: Any, data: st.DataObject) -> None:
+def test_quantization_agrees(kind: int, dtype: Any, data: st.DataObject) -> None:
     patterns = data.draw(f32_patterns(dtype))
     boundaries = np.unique(reference.order(data.draw(f32_patterns(dtype, 1, 20))))
     region_code = data.draw(hnp.arrays(np.uint8, len(boundaries) + 1))
@@ -152,13 +149,13 @@ def test_region_codes_equal_the_reference(kind: int, dtype: Any, data: st.DataOb
 @pytest.mark.parametrize(("kind", "dtype"), KINDS)
 @given(st.data())
 @settings(max_examples=30, deadline=None)
-def test_decoded_values_equal_the_reference(kind: int, dtype: Any, data: st.DataObject) -> None:
+def test_decoded_values_agree(kind: int, dtype: Any, data: st.DataObject) -> None:
     patterns = finite(data.draw(f32_patterns(dtype)), kind)
     n_rows, n_codes = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 9))
     codes = data.draw(hnp.arrays(np.uint8, len(patterns), elements=st.integers(0, n_codes - 1)))
-    has_one_row = data.draw(st.booleans())
+    one_row = data.draw(st.booleans())
     rows = data.draw(
-        hnp.arrays(np.uint16, 1 if has_one_row else len(patterns), elements=st.integers(0, n_rows - 1))
+        hnp.arrays(np.uint16, 1 if one_row else len(patterns), elements=st.integers(0, n_rows - 1))
     )
     size = n_rows * n_codes
     steps = data.draw(hnp.arrays(dtype, size)).reshape(n_rows, n_codes)
@@ -171,10 +168,10 @@ def test_decoded_values_equal_the_reference(kind: int, dtype: Any, data: st.Data
 @pytest.mark.parametrize(("kind", "dtype"), KINDS)
 @given(st.data())
 @settings(max_examples=30, deadline=None)
-def test_casts_equal_the_reference_and_round_ties_to_even(kind: int, dtype: Any, data: st.DataObject) -> None:
+def test_casts_agree_and_are_nearest_even(kind: int, dtype: Any, data: st.DataObject) -> None:
     values = data.draw(f32_patterns(np.uint32))
     narrow = check_equal("from_f32", dtype, values, kind)
-    # Widening is only defined for finite patterns: values that are not finite are stored exactly.
+    # Widening is defined for finite patterns only: others are protected, and sums with them are not used.
     restored = finite(narrow, kind)
     wide = check_equal("to_f32", np.uint32, restored, kind)
     np.testing.assert_array_equal(check_equal("from_f32", dtype, wide, kind), restored)
@@ -182,11 +179,11 @@ def test_casts_equal_the_reference_and_round_ties_to_even(kind: int, dtype: Any,
     assert len({bool(k.all_finite(narrow, kind)) for k in kernels}) == 1
     if kind == reference.BF16:
         exact = finite(values, reference.F32)
-        lower = exact & np.uint32(0xFFFF0000)
-        upper = lower + np.uint32(0x10000)
-        is_above_tie = (exact - lower) > 0x8000
-        is_odd_tie = ((exact - lower) == 0x8000) & ((exact >> np.uint32(16)) & np.uint32(1) == 1)
-        expected = np.where(is_above_tie | is_odd_tie, upper, lower) >> np.uint32(16)
+        low = exact & np.uint32(0xFFFF0000)
+        up = low + np.uint32(0x10000)
+        tie_or_above = (exact - low) > 0x8000
+        odd_tie = ((exact - low) == 0x8000) & ((exact >> np.uint32(16)) & np.uint32(1) == 1)
+        expected = np.where(tie_or_above | odd_tie, up, low) >> np.uint32(16)
         np.testing.assert_array_equal(reference.from_f32(exact, kind), expected)
 
 
@@ -205,21 +202,22 @@ def test_every_f16_widens_to_the_same_pattern_in_arrays_of_any_length(n: int) ->
 
 @given(st.data())
 @settings(max_examples=60, deadline=None)
-def test_sums_of_tiny_numbers_are_rounded_once_and_keep_subnormals(data: st.DataObject) -> None:
+def test_sums_keep_subnormals(data: st.DataObject) -> None:
     a = finite(data.draw(f32_patterns(np.uint32)), reference.F32)
     b = finite(data.draw(f32_patterns(np.uint32, len(a), len(a))), reference.F32)
     sums = check_equal("add_f32", np.uint32, a, b)
-    # The sum of two floats of similar size is exact in double precision, and then rounded once.
+    # The sum of two floats of similar size is exact in double precision; integers then round it once.
     exact = reference.widen_f64(a) + reference.widen_f64(b)
-    is_compared = np.abs(reference.widen_f64(a)) < 1e-20
-    is_compared &= np.abs(reference.widen_f64(b)) < 1e-20
-    is_compared &= exact != 0  # the sign of zero is not compared
-    np.testing.assert_array_equal(sums[is_compared], reference.round_f64(exact)[is_compared])
+    is_exact = np.abs(reference.widen_f64(a)) < 1e-20
+    is_exact &= np.abs(reference.widen_f64(b)) < 1e-20
+    expected = reference.round_f64(exact)
+    both_zero = exact == 0
+    np.testing.assert_array_equal(sums[is_exact & ~both_zero], expected[is_exact & ~both_zero])
 
 
 @given(st.data())
 @settings(max_examples=30, deadline=None)
-def test_outer_products_equal_the_reference(data: st.DataObject) -> None:
+def test_outer_products_agree(data: st.DataObject) -> None:
     rows = finite(data.draw(f32_patterns(np.uint32, 1, 12)), reference.F32)
     columns = finite(data.draw(f32_patterns(np.uint32, 1, 12)), reference.F32)
     n = len(rows) * len(columns)
@@ -237,7 +235,6 @@ def test_packed_codes_are_unpacked_exactly(n_bits: int, data: st.DataObject) -> 
 
 
 def frequency_rows(n_rows: int, n_symbols: int, seed: int) -> np.ndarray[Any, Any]:
-    """Draw frequency tables of the first symbols that sum to 4096, uint16 [n_rows, 256]."""
     rng = np.random.default_rng(seed)
     rows = np.zeros((n_rows, 256), np.uint16)
     for row in rows:
@@ -257,7 +254,7 @@ def test_rans_streams_are_equal_and_decode(data: st.DataObject) -> None:
     symbols = rng.integers(0, n_symbols, n).astype(np.uint8)
     ends = np.unique(np.append(rng.integers(0, n + 1, n_segments - 1), n)).astype(np.int64)
     table_of = rng.integers(0, 3, len(ends))
-    if data.draw(st.booleans()):  # give one table a single symbol
+    if data.draw(st.booleans()):  # make one of the tables a single code
         frequencies[1] = np.where(np.arange(256) == 7, 4096, 0)
         symbols[np.repeat(table_of == 1, np.diff(ends, prepend=0))] = 7
     arguments = ends, table_of, frequencies, n_lanes
@@ -278,7 +275,7 @@ def test_rans_streams_are_equal_and_decode(data: st.DataObject) -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 90), st.sampled_from([1, 4, 32])), min_size=1, max_size=5))
 @settings(max_examples=30, deadline=None)
-def test_streams_encoded_in_a_batch_equal_those_encoded_separately(streams: list[tuple[int, int]]) -> None:
+def test_streams_encoded_in_a_batch_are_those_encoded_alone(streams: list[tuple[int, int]]) -> None:
     rng = np.random.default_rng(len(streams))
     sizes, lanes = np.array(streams).T
     ends, heads = np.cumsum(sizes), [bytes(range(k)) for k in range(len(streams))]
@@ -362,12 +359,13 @@ def test_huffman_codes_are_optimal(counts: list[int]) -> None:
     row = np.zeros((1, 256), np.int64)
     row[0, : len(counts)] = counts
     lengths = reference.huffman_lengths(row)[0]
-    fewest_bits = min(
-        sum(n * length for n, length in zip(counts, candidate, strict=True))
-        for candidate in itertools.product(range(1, 6), repeat=len(counts))
-        if sum(2 ** (5 - length) for length in candidate) <= 32
+    assignments = itertools.product(range(1, 6), repeat=len(counts))
+    least = min(
+        sum(n * length for n, length in zip(counts, lengths, strict=True))
+        for lengths in assignments
+        if sum(2 ** (5 - length) for length in lengths) <= 32
     )
-    assert (row[0] * lengths).sum() == fewest_bits
+    assert (row[0] * lengths).sum() == least
 
 
 @pytest.mark.parametrize("kind", ["skewed", "constant", "even"])
@@ -443,7 +441,7 @@ def test_rows_are_merged_while_a_common_table_costs_less(seed: int, n_parts: int
 
 @given(st.integers(1, 3), st.integers(1, 60), st.integers(0, 99), st.binary(max_size=40))
 @settings(max_examples=60, deadline=None)
-def test_unpacked_frequency_tables_equal_the_reference_for_any_bytes(
+def test_frequency_tables_are_unpacked_the_same(
     n_tables: int, n_symbols: int, seed: int, noise: bytes
 ) -> None:
     rows, parts = frequency_rows(n_tables, n_symbols, seed), []

@@ -83,8 +83,8 @@ def test_results_that_are_closed_after_their_workers_do_not_wait() -> None:
 
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="needs signals to threads")
 @pytest.mark.parametrize("n_signals", [1, 2])
-def test_an_interrupted_call_is_completed_and_gets_the_interrupt(n_signals: int) -> None:
-    thread_ids, main = [], threading.get_ident()
+def test_an_interrupted_call_runs_to_its_end_and_sees_the_interrupt(n_signals: int) -> None:
+    ended, main = [], threading.get_ident()
 
     def call(interrupts: Sequence[BaseException]) -> None:
         for _ in range(n_signals):
@@ -92,24 +92,20 @@ def test_an_interrupted_call_is_completed_and_gets_the_interrupt(n_signals: int)
             time.sleep(0.1)
         while not interrupts:
             time.sleep(0.001)
-        thread_ids.append(threading.get_ident())
+        ended.append(threading.get_ident())
 
     with pytest.raises(KeyboardInterrupt):
         uninterrupted(call)
-    assert thread_ids
-    assert thread_ids != [main]
+    assert ended
+    assert ended != [main]
 
 
-def test_an_uninterrupted_call_runs_on_the_callers_thread_if_none_can_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The error of the thread is an interrupt of the call, and raised afterwards."""
-
+def test_an_uninterrupted_call_runs_here_if_no_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    calls: list[Sequence[BaseException]] = []  # the interrupts of each call
+    ended: list[Sequence[BaseException]] = []
     monkeypatch.setattr("_thread.start_new_thread", refuse)
     with pytest.raises(RuntimeError, match="can't start new thread"):
-        uninterrupted(calls.append)
-    assert [len(interrupts) for interrupts in calls] == [1]
+        uninterrupted(ended.append)
+    assert [len(interrupts) for interrupts in ended] == [1]

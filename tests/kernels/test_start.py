@@ -1,4 +1,4 @@
-"""Start-up: small work runs without compiled kernels, which are cached in any writable folder."""
+"""Start-up: small work runs without compiled kernels, and kernels are cached in any writable folder."""
 
 import os
 import pickle
@@ -32,13 +32,13 @@ ONE_KERNEL = (
 
 
 @pytest.fixture
-def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reset the time spent in numpy kernels, as in a new process."""
     monkeypatch.setattr(plain, "_spent", [0.0])
 
 
-@pytest.mark.usefixtures("new_process")
-def test_small_work_is_done_without_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("nothing_compiled")
+def test_little_work_is_done_without_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plain.suffices()
     plain.rans_encode(*one_stream(9, 1))
     assert plain.suffices()
@@ -46,9 +46,9 @@ def test_small_work_is_done_without_compiled_kernels(monkeypatch: pytest.MonkeyP
     assert not plain.suffices()
 
 
-@pytest.mark.usefixtures("new_process")
-@pytest.mark.parametrize("call", ["long stream", "kernel without a numpy version"])
-def test_long_streams_and_kernels_without_a_numpy_version_are_compiled(call: str) -> None:
+@pytest.mark.usefixtures("nothing_compiled")
+@pytest.mark.parametrize("call", ["long stream", "kernel without a numpy twin"])
+def test_long_streams_and_kernels_without_a_numpy_twin_are_compiled(call: str) -> None:
     n = plain.MOST_SYMBOLS + 1
     if call == "long stream":
         plain.rans_encode(*one_stream(n, 32))
@@ -88,7 +88,6 @@ def test_files_are_restored_without_unix_functions(tmp_path: Path) -> None:
 
 
 def one_stream(n: int, n_lanes: int) -> tuple[np.ndarray[tuple[int, ...], Any], ...]:
-    """Return the arguments of `rans_encode` for one stream of `n` zeros."""
     table = np.zeros((1, 256), np.uint16)
     table[0, :2] = 2048
     zero, end = np.zeros(1, np.int64), np.array([n])
@@ -119,7 +118,7 @@ def test_kernels_are_cached_in_a_private_temporary_folder(tmp_path: Path) -> Non
 
 @pytest.mark.usefixtures("unwritable_cache")
 @pytest.mark.parametrize("kind", ["open to others", "a link", "a file"])
-def test_a_cache_folder_that_other_users_may_write_to_is_not_used(kind: str, tmp_path: Path) -> None:
+def test_a_folder_that_others_may_fill_is_not_used(kind: str, tmp_path: Path) -> None:
     folder = tmp_path / f"ckptz-kernels-{os.getuid()}"
     if kind == "open to others":
         folder.mkdir()
@@ -151,29 +150,27 @@ def stderr_of(environment: dict[str, str], code: str = ONE_KERNEL) -> str:
 
 
 @pytest.mark.apps
-@pytest.mark.parametrize("cache_folder", ["__pycache__", "NUMBA_CACHE_DIR"])
-def test_a_copy_of_the_package_uses_cached_kernels_until_it_changes(
-    cache_folder: str, tmp_path: Path
-) -> None:
-    first, second = copy_package(tmp_path / "first" / "ckptz"), copy_package(tmp_path / "second" / "ckptz")
-    if cache_folder == "NUMBA_CACHE_DIR":
-        first["NUMBA_CACHE_DIR"] = second["NUMBA_CACHE_DIR"] = str(tmp_path / "kernels")
+@pytest.mark.parametrize("where", ["beside the package", "NUMBA_CACHE_DIR"])
+def test_a_copy_of_the_package_uses_cached_kernels_until_it_changes(where: str, tmp_path: Path) -> None:
+    first, again = copy_package(tmp_path / "first" / "ckptz"), copy_package(tmp_path / "again" / "ckptz")
+    if where == "NUMBA_CACHE_DIR":
+        first["NUMBA_CACHE_DIR"] = again["NUMBA_CACHE_DIR"] = str(tmp_path / "kernels")
     assert NOTICE in stderr_of(first)
-    if cache_folder == "__pycache__":
+    if where == "beside the package":
         kernels = Path("ckptz", "kernels", "__pycache__")
-        shutil.copytree(tmp_path / "first" / kernels, tmp_path / "second" / kernels)
-    assert not stderr_of(second)
-    with (tmp_path / "second" / "ckptz" / "kernels" / "floats.py").open("a") as file:
-        file.write("# more\n")
-    assert NOTICE in stderr_of(second)  # kernels may inline functions of any file in the folder
+        shutil.copytree(tmp_path / "first" / kernels, tmp_path / "again" / kernels)
+    assert not stderr_of(again)
+    with (tmp_path / "again" / "ckptz" / "kernels" / "floats.py").open("a") as changed:
+        changed.write("# more\n")
+    assert NOTICE in stderr_of(again)  # any file of the folder: kernels may inline it
 
 
 @pytest.mark.apps
-def test_kernels_in_a_read_only_folder_are_used(tmp_path: Path) -> None:
+def test_kernels_of_a_folder_that_cannot_be_written_are_used(tmp_path: Path) -> None:
     environment = copy_package(tmp_path / "ckptz") | {"NUMBA_CACHE_DIR": str(tmp_path / "image")}
     assert NOTICE in stderr_of(environment)
-    read_only = "from ckptz.kernels import cache; cache._is_writable = lambda folder: False; "
-    assert not stderr_of(environment | {"TMPDIR": str(tmp_path)}, read_only + ONE_KERNEL)
+    only_read = "from ckptz.kernels import cache; cache._is_writable = lambda folder: False; "
+    assert not stderr_of(environment | {"TMPDIR": str(tmp_path)}, only_read + ONE_KERNEL)
 
 
 @pytest.mark.apps
@@ -194,13 +191,11 @@ def test_a_full_disk_caches_no_kernel_and_causes_no_error(tmp_path: Path) -> Non
 def test_the_notice_is_printed_only_after_seconds_of_compiling(tmp_path: Path) -> None:
     environment = copy_package(tmp_path / "ckptz") | {"NUMBA_CACHE_DIR": str(tmp_path / "kernels")}
     assert not stderr_of(environment, ONE_KERNEL.removeprefix(NOTICE_AT_ONCE))
-    after_2_seconds = (
-        NOTICE_AT_ONCE.replace("= 0", "= 2") + "from ckptz.kernels import clock; clock.exclude(2); "
-    )
-    another_kernel = ONE_KERNEL.removeprefix(NOTICE_AT_ONCE).replace(
+    late = NOTICE_AT_ONCE.replace("= 0", "= 2") + "from ckptz.kernels import clock; clock.exclude(2); "
+    other = ONE_KERNEL.removeprefix(NOTICE_AT_ONCE).replace(
         "histogram(np.zeros(4, np.uint8))", "magnitudes(np.zeros(4, np.uint16))"
     )
-    assert NOTICE in stderr_of(environment, after_2_seconds + another_kernel)
+    assert NOTICE in stderr_of(environment, late + other)
 
 
 @pytest.mark.apps
@@ -216,7 +211,7 @@ def test_reported_speeds_exclude_the_time_of_compiling(tmp_path: Path) -> None:
 
 
 def copy_unwritable(folder: Path) -> dict[str, str]:
-    """Copy the package with a file in place of its cache folder, so that even root cannot write to it."""
+    """Copy the package to where not even root can write kernels beside it; return the environment."""
     environment = copy_package(folder / "ckptz")
     (folder / "ckptz" / "kernels" / "__pycache__").touch()
     (folder / "tmp").mkdir()
@@ -224,20 +219,20 @@ def copy_unwritable(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.apps
-def test_the_notice_names_the_temporary_folder_if_neither_home_nor_package_is_writable(
+def test_without_a_writable_home_or_package_the_notice_names_the_folder(
     tmp_path: Path,
 ) -> None:
     environment = copy_unwritable(tmp_path)
     first, second = stderr_of(environment), stderr_of(environment)
     assert first.count("\n") == 1
     assert str(tmp_path / "tmp") in first
-    assert not second  # the second process uses the kernels of the first one
+    assert not second  # uses the kernels of the first process
 
 
 def test_a_warm_up_uses_kernels_of_every_method_and_names_their_folder() -> None:
-    report = warm_up(jobs=1)
-    assert set(METHODS) <= set(report.methods)
-    assert Path(report.folder).is_dir()
+    ready = warm_up(jobs=1)
+    assert set(METHODS) <= set(ready.methods)
+    assert Path(ready.folder).is_dir()
     line = ckptz("warm-up", "--jobs", 1).stdout
     assert line.startswith("kernels of lossless, kmeans, grid, sparse compiled, cached in ")
 
@@ -250,22 +245,22 @@ def test_nothing_is_compiled_after_a_warm_up(tmp_path: Path) -> None:
         weights = {"w": rng.standard_normal((1200, 1000)).astype(np.float32)}
         save_file(weights, tmp_path / f"step-{step}.safetensors")
     files = [str(tmp_path / f"step-{step}.safetensors") for step in range(2)]
-    stderr = ""
-    for arguments in (
+    lines = ""
+    for words in (
         ("warm-up",),
         ("compress", *files, "--chain", "-o", str(tmp_path / "lossless")),
         ("restore", str(tmp_path / "lossless" / "step-1.ckptz"), "--force"),
         ("compress", *files, "--chain", "-o", str(tmp_path / "kmeans"), "--method", "kmeans"),
         ("restore", str(tmp_path / "kmeans" / "step-1.ckptz"), "--force"),
     ):
-        command = [sys.executable, "-m", "ckptz", *arguments]
-        process = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        stderr += "" if arguments == ("warm-up",) else process.stderr
-    assert NOTICE not in stderr
+        line = [sys.executable, "-m", "ckptz", *words]
+        process = subprocess.run(line, env=environment, capture_output=True, text=True, check=True)
+        lines += "" if words == ("warm-up",) else process.stderr
+    assert NOTICE not in lines
 
 
 @pytest.mark.apps
-def test_rans_streams_are_the_same_on_processors_without_shuffle_instructions(tmp_path: Path) -> None:
+def test_a_processor_without_shuffles_codes_the_same_rans_streams(tmp_path: Path) -> None:
     test = [str(ROOT / "tests" / "kernels" / "test_kernels.py"), "-k", "rans_streams and kept"]
     environment = {"NUMBA_CPU_NAME": "generic", "NUMBA_CACHE_DIR": str(tmp_path)}
     run = subprocess.run(
@@ -292,9 +287,8 @@ DAMAGES: dict[str, Callable[[bytes], bytes] | None] = {
 
 
 def flipped(data: bytes, seed: int) -> bytes:
-    """Flip the lowest bit of a random byte."""
-    i = int(np.random.default_rng(seed).integers(0, len(data)))
-    return data[:i] + bytes([data[i] ^ 1]) + data[i + 1 :]
+    at = int(np.random.default_rng(seed).integers(0, len(data)))
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
@@ -311,10 +305,10 @@ def test_a_damaged_cache_file_is_compiled_again_and_replaced(
             file.mkdir()
         else:
             file.write_bytes(damage(file.read_bytes()))
-        for n_hits in (0, damage is not None):  # the first call replaces the file
-            kernel = new_kernel()
-            assert kernel(values[0]) == 1
-            assert sum(kernel.stats.cache_hits.values()) == n_hits
+        for n_hits in (0, damage is not None):  # the file has been replaced
+            again = new_kernel()
+            assert again(values[0]) == 1
+            assert sum(again.stats.cache_hits.values()) == n_hits
 
 
 @pytest.mark.parametrize("unreadable", ["index", "kernel", "folder", "folder and index"])
@@ -326,19 +320,19 @@ def test_inaccessible_cache_files_cause_no_error(monkeypatch: pytest.MonkeyPatch
         with kernels_in(folder, monkeypatch):
             assert new_kernel()(0) == 1
             for path in folder.iterdir():
-                is_unreadable = {".nbi": "index" in unreadable, ".nbc": unreadable == "kernel"}
-                path.chmod(0 if is_unreadable[path.suffix] else 0o644)
+                is_shut = {".nbi": "index" in unreadable, ".nbc": unreadable == "kernel"}
+                path.chmod(0 if is_shut[path.suffix] else 0o644)
             folder.chmod(0o555 if "folder" in unreadable else 0o777)
             is_root = os.geteuid() == 0
             if is_root:
                 os.seteuid(65534)
             try:
-                kernel = new_kernel()
-                assert kernel(0) == 1
-                assert bool(sum(kernel.stats.cache_hits.values())) == (unreadable == "folder")
-                kernel = new_kernel()
-                assert kernel(0) == 1
-                assert bool(sum(kernel.stats.cache_hits.values())) == (unreadable != "folder and index")
+                again = new_kernel()
+                assert again(0) == 1
+                assert bool(sum(again.stats.cache_hits.values())) == (unreadable == "folder")
+                last = new_kernel()
+                assert last(0) == 1
+                assert bool(sum(last.stats.cache_hits.values())) == (unreadable != "folder and index")
             finally:
                 if is_root:
                     os.seteuid(0)
