@@ -185,8 +185,8 @@ WRONG: list[tuple[Callable[..., object], dict[str, tuple[Any, ...]]]] = [
     ("call", "name", "value"),
     [
         pytest.param(call, name, value, id=f"{call.__name__}-{name}-{str(value)[:60]}")
-        for call, wrong in WRONG
-        for name, values in wrong.items()
+        for call, invalid_values in WRONG
+        for name, values in invalid_values.items()
         for value in values
     ],
 )
@@ -264,9 +264,9 @@ def test_fields_of_methods_of_other_packages_are_checked() -> None:
     method: Any = make_dataclass("Theirs", fields, bases=(Method,), frozen=True)
     assert method() == method(gain=np.float32(1))
     assert type(method(gain=np.float32(1)).gain) is float
-    for wrong in ({"gain": "1"}, {"least": 1.5}):
+    for invalid in ({"gain": "1"}, {"least": 1.5}):
         with pytest.raises(ConfigError, match=r"gain must be a number|least must be a whole number"):
-            method(**wrong)
+            method(**invalid)
 
 
 def test_a_number_of_threads_beyond_any_limit_is_accepted() -> None:

@@ -106,7 +106,7 @@ def test_every_verb_prints_any_name(charset: str, folder: Path, monkeypatch: pyt
             ), line
 
 
-def test_json_has_the_names_as_they_are(folder: Path) -> None:
+def test_json_has_unchanged_names(folder: Path) -> None:
     prefix = (folder / "NAME").read_bytes().decode()
     report = ckptz("inspect", folder / f"{prefix}run", "--json").json
     assert report["metadata"] == {f"{prefix}key": f"{prefix}value"}

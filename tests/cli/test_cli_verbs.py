@@ -206,7 +206,7 @@ def test_verify_names_the_first_difference(difference: str, chain: Chain) -> Non
     assert "step-2.ckptz" in run.error
 
 
-def test_verify_goes_on_after_a_bad_file(chain: Chain) -> None:
+def test_verify_continues_after_a_damaged_file(chain: Chain) -> None:
     data = chain.full.read_bytes()
     broken = chain.folder / "broken.ckptz"
     broken.write_bytes(data[:-1])

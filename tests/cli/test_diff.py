@@ -241,9 +241,9 @@ def test_folders_and_torch_files_are_read(tmp_path: Path) -> None:
 
 
 def test_bases_are_found_by_the_search_path(chain: Chain, tmp_path: Path) -> None:
-    alone = chain.delta.rename(tmp_path / "alone.ckptz")
-    assert ckptz("diff", alone, chain.second, fails=True).exit_code == MISSING
-    ckptz("diff", alone, chain.second, "--search-path", chain.folder, "--exit-code")
+    delta = chain.delta.rename(tmp_path / "delta.ckptz")
+    assert ckptz("diff", delta, chain.second, fails=True).exit_code == MISSING
+    ckptz("diff", delta, chain.second, "--search-path", chain.folder, "--exit-code")
 
 
 # --- plain values and random states ---------------------------------------------------------------

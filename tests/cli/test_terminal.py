@@ -61,10 +61,10 @@ def test_results_are_printed_above_the_progress_bar(in_short: list[Shown]) -> No
 
 
 def test_the_program_without_arguments_prints_its_help(in_short: list[Shown]) -> None:
-    alone = in_short[1]
-    assert (alone.exit_code, alone.lines[0]) == (2, "Usage: ckptz [OPTIONS] COMMAND [ARGS]...")
-    assert "  compress  Compress checkpoints, losslessly by default." in alone.lines
-    assert alone.lines[-1].split() == ["130", "interrupted"]
+    help_page = in_short[1]
+    assert (help_page.exit_code, help_page.lines[0]) == (2, "Usage: ckptz [OPTIONS] COMMAND [ARGS]...")
+    assert "  compress  Compress checkpoints, losslessly by default." in help_page.lines
+    assert help_page.lines[-1].split() == ["130", "interrupted"]
 
 
 def test_a_narrow_terminal_cuts_no_word_and_no_value(in_short: list[Shown]) -> None:

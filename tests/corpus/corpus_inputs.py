@@ -170,17 +170,17 @@ def write_guides(folder: Path) -> None:
 
 def write_shards(folder: Path, suffix: str, step: int) -> None:
     """Write a Hugging Face folder of two shards (safetensors or torch files) and another file."""
-    stem, places = ("model" if suffix == ".safetensors" else "pytorch_model"), {}
+    stem, shard_of = ("model" if suffix == ".safetensors" else "pytorch_model"), {}
     for i, part in enumerate((("token", "attn"), ("up", "head", "conv", "ln"))):
         name = f"{stem}-{i + 1:05d}-of-00002{suffix}"
         rows = {n: a for n, a in arrays(step).items() if n.split(".")[0] in part}
-        places |= dict.fromkeys(rows, name)
+        shard_of |= dict.fromkeys(rows, name)
         folder.mkdir(parents=True, exist_ok=True)
         if suffix == ".safetensors":
             write_plain(folder / name, rows, {"format": "pt"})
         else:
             torch.save({n: torch.from_numpy(a) for n, a in rows.items()}, folder / name)
-    (folder / f"{stem}{suffix}.index.json").write_text(json.dumps({"weight_map": places}, indent=1))
+    (folder / f"{stem}{suffix}.index.json").write_text(json.dumps({"weight_map": shard_of}, indent=1))
     (folder / "config.json").write_text('{"model_type": "none"}\n')
 
 

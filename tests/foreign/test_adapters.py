@@ -39,7 +39,7 @@ def test_the_record_holds_exceptions_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("record", "what"),
+    ("record", "message"),
     [
         ([], "not an object"),
         ({"..": {"adapter": "x", "keys": {}}}, "not a plain file name"),
@@ -50,8 +50,8 @@ def test_the_record_holds_exceptions_alone() -> None:
         ({"": {"adapter": "x", "keys": {"k": "gone"}}}, "'gone' is not in the file"),
     ],
 )
-def test_a_record_that_leads_elsewhere_is_refused(record: Any, what: str) -> None:
-    with pytest.raises(CorruptionError, match=what):
+def test_an_invalid_record_of_adapters_is_refused(record: Any, message: str) -> None:
+    with pytest.raises(CorruptionError, match=message):
         parse_adapters(json.dumps(record), NAMES)
 
 

@@ -64,7 +64,7 @@ def contents_of(folder: Path) -> dict[str, bytes]:
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in files}
 
 
-def test_a_folder_with_a_plain_file_beside_its_shards_comes_back(folder: Path, tmp_path: Path) -> None:
+def test_a_folder_with_a_plain_file_and_shards_is_restored(folder: Path, tmp_path: Path) -> None:
     save_file({"x": np.ones(3)}, folder / "extra.safetensors")
     ckptz.compress(folder, tmp_path / "packed")
     ckptz.restore(tmp_path / "packed", tmp_path / "back")
@@ -80,7 +80,7 @@ def test_a_plain_base_beside_a_packed_file_is_not_taken_for_it(folder: Path, tmp
         assert opened.name == report.output
 
 
-def test_a_sharded_folder_comes_back_byte_for_byte(folder: Path, tmp_path: Path) -> None:
+def test_a_sharded_folder_is_restored_byte_for_byte(folder: Path, tmp_path: Path) -> None:
     compress(folder, tmp_path / "packed")
     packed = {"model.ckptz", "config.json", "1_Pooling/config.json"}
     assert set(contents_of(tmp_path / "packed")) == packed
@@ -377,15 +377,15 @@ def torch_folder(tmp_path: Path) -> Path:
     shared = torch.randn(4, 5)
     torch.save({"wte": shared, "head": shared.t()}, root / "pytorch_model-00001-of-00002.bin")
     torch.save({"norm": torch.ones(5)}, root / "pytorch_model-00002-of-00002.bin")
-    places = {"wte": 1, "head": 1, "norm": 2}
-    files = {name: f"pytorch_model-0000{n}-of-00002.bin" for name, n in places.items()}
+    weight_map = {"wte": 1, "head": 1, "norm": 2}
+    files = {name: f"pytorch_model-0000{n}-of-00002.bin" for name, n in weight_map.items()}
     (root / "pytorch_model.bin.index.json").write_text(index_text(files))
     (root / "training_args.bin").write_bytes(b"needs code")
     (root / "config.json").write_text("{}")
     return root
 
 
-def test_torch_shards_come_back_as_torch_shards(torch_folder: Path, tmp_path: Path) -> None:
+def test_torch_shards_are_restored_as_torch_shards(torch_folder: Path, tmp_path: Path) -> None:
     import torch
 
     compress(torch_folder, tmp_path / "packed")

@@ -86,9 +86,9 @@ def test_opening_other_kinds_needs_no_torch(plain: Path) -> None:
         "try: open_input(path)\n"
         "except Exception as error: print(type(error).__name__, error)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("ConfigError")
-    assert "x.pt: torch files need torch; install it with: pip install 'ckptz[torch]'" in done.stdout
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.startswith("ConfigError")
+    assert "x.pt: torch files need torch; install it with: pip install 'ckptz[torch]'" in run.stdout
 
 
 DTYPES = ["u1", "i8", "f2", "f4", "f8", "?", "c8", ml_dtypes.bfloat16, ml_dtypes.float8_e5m2]

@@ -78,8 +78,8 @@ def written(folder: Path, factory: Factory = adamw, model: str = "model.pt") -> 
     return folder / model, folder / "optimizer.pt"
 
 
-def compressed(model: Path, optimizer: Path, out: Path, **more: Any) -> CompressReport:
-    [report] = compress([model], out, optimizer=optimizer, **more)
+def compressed(model: Path, optimizer: Path, out: Path, **options: Any) -> CompressReport:
+    [report] = compress([model], out, optimizer=optimizer, **options)
     return report
 
 
@@ -87,7 +87,7 @@ def compressed(model: Path, optimizer: Path, out: Path, **more: Any) -> Compress
 
 
 @pytest.mark.parametrize("model", ["model.pt", "model.safetensors"])
-def test_both_files_come_back_under_their_names(tmp_path: Path, model: str) -> None:
+def test_both_files_are_restored_under_their_names(tmp_path: Path, model: str) -> None:
     paths = written(tmp_path, model=model)
     packed, folder = tmp_path / "state.ckptz", tmp_path / "back"
     result = ckptz("compress", paths[0], "--optimizer", paths[1], "-o", packed)

@@ -27,9 +27,9 @@ Refusal = tuple[Callable[[Path], object], type[BaseException], str]
 
 def check(path: Path, make: Callable[[Path], object], error: type[BaseException], words: str) -> None:
     """Write a file or folder and require that it is refused; `make` may return another path to open."""
-    made = make(path)
+    returned = make(path)
     with pytest.raises(error, match=words):
-        open_input(made if isinstance(made, Path) else path).close()
+        open_input(returned if isinstance(returned, Path) else path).close()
 
 
 # --- single files ---------------------------------------------------------------------------------
@@ -221,8 +221,8 @@ def of_torch(state: Any) -> Callable[[Path], object]:
         names = [f"pytorch_model-{i:05}-of-00002.bin" for i in (1, 2)]
         torch.save({"wte": torch.ones(2)}, at / names[0])
         torch.save(state, at / names[1])
-        places = {"weight_map": {"wte": names[0], "norm": names[1]}}
-        (at / "pytorch_model.bin.index.json").write_text(json.dumps(places))
+        index = {"weight_map": {"wte": names[0], "norm": names[1]}}
+        (at / "pytorch_model.bin.index.json").write_text(json.dumps(index))
         return at
 
     return make
@@ -249,10 +249,10 @@ def of_dcp(folder: Path) -> Path:
         warnings.simplefilter("ignore")
         dcp.save({"weight": torch.ones(4), "note": "x" * 100}, checkpoint_id=folder / "run", no_dist=True)
     metadata = dcp.FileSystemReader(folder / "run").read_metadata()
-    place = next(info for index, info in metadata.storage_data.items() if index.fqn == "note")
+    stored = next(info for index, info in metadata.storage_data.items() if index.fqn == "note")
     for name in (f"note{i}" for i in range(50)):
         metadata.state_dict_metadata[name] = BytesStorageMetadata()
-        metadata.storage_data[MetadataIndex(name)] = place
+        metadata.storage_data[MetadataIndex(name)] = stored
         metadata.planner_data[name] = (name,)
     (folder / "run" / ".metadata").write_bytes(pickle.dumps(metadata))
     return folder / "run"

@@ -55,8 +55,8 @@ def run(tmp_path: Path) -> Path:
     for name, pieces in PIECES.items():
         chunks = []
         for i, (rank, offset, shape) in enumerate(pieces):
-            places = tuple(slice(b, b + n) for b, n in zip(offset, shape, strict=True))
-            shards[rank][f"{name}.{i}"] = np.ascontiguousarray(FULL[name][places])
+            slices = tuple(slice(b, b + n) for b, n in zip(offset, shape, strict=True))
+            shards[rank][f"{name}.{i}"] = np.ascontiguousarray(FULL[name][slices])
             chunks.append(Piece(offset, shape, rank, f"{name}.{i}"))
         dtype = {"float32": "F32", "float16": "F16"}[FULL[name].dtype.name]
         tensors[name] = WholeTensor(dtype, FULL[name].shape, tuple(chunks))
@@ -72,8 +72,8 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["{run}@60", "{run}/step-60"])
 def test_a_restore_puts_the_shards_of_all_ranks_together(run: Path, name: str, tmp_path: Path) -> None:
-    done = ckptz("restore", name.format(run=run), "-o", tmp_path / "out.safetensors")
-    assert "3 tensors" in done.stdout
+    result = ckptz("restore", name.format(run=run), "-o", tmp_path / "out.safetensors")
+    assert "3 tensors" in result.stdout
     restored = load_plain(tmp_path / "out.safetensors")
     assert restored.keys() == FULL.keys()
     for key, value in FULL.items():
@@ -81,7 +81,7 @@ def test_a_restore_puts_the_shards_of_all_ranks_together(run: Path, name: str, t
         assert restored[key].dtype == value.dtype
 
 
-def test_a_restore_to_dcp_is_what_torch_loads(run: Path, tmp_path: Path) -> None:
+def test_torch_loads_a_restore_to_dcp(run: Path, tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
     ckptz("restore", f"{run}@60", "--to", "dcp", "-o", tmp_path / "dcp")
@@ -148,8 +148,8 @@ def test_a_restore_holds_a_few_tensors_at_a_time(tmp_path: Path, to: str) -> Non
 
 
 def test_verify_and_diff_see_all_ranks(run: Path, tmp_path: Path) -> None:
-    done = ckptz("verify", f"{run}@60", "--against", tmp_path / "full.safetensors")
-    assert "all 3 tensors match their checksums" in done.stdout
+    result = ckptz("verify", f"{run}@60", "--against", tmp_path / "full.safetensors")
+    assert "all 3 tensors match their checksums" in result.stdout
     assert "all 3 tensors are equal" in ckptz("diff", f"{run}@60", tmp_path / "full.safetensors").stdout
     save_plain(FULL | {"model.norm.weight": np.ones(6, np.float32)}, tmp_path / "other.safetensors")
     other = ckptz("verify", f"{run}@60", "--against", tmp_path / "other.safetensors", fails=True)
@@ -168,11 +168,11 @@ def test_a_missing_rank_is_an_error_and_no_part_of_a_model(
     run: Path, verb: str, rank: int, tmp_path: Path
 ) -> None:
     (run / "step-60" / f"shard-{rank:05d}-5e1f.ckptz").unlink()
-    more = {
+    arguments = {
         "restore": ("-o", tmp_path / "out.safetensors"),
         "verify": (),
         "diff": (tmp_path / "full.safetensors",),
     }[verb]
-    failed = ckptz(verb, f"{run}@60", *more, fails=True)
+    failed = ckptz(verb, f"{run}@60", *arguments, fails=True)
     assert f"shard-{rank:05d}-5e1f.ckptz: is missing" in failed.error
     assert not (tmp_path / "out.safetensors").exists()

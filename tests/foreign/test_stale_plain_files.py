@@ -101,11 +101,11 @@ def test_a_step_that_was_not_written_to_its_end_is_named(
     assert f"{newer}: has no complete trainer_state.json" in run.stderr
     assert "the save was cut off; restore another step" in run.stderr
     assert not (tmp_path / "plain").exists()
-    alone = tmp_path / "weights.safetensors"
-    run = ckptz("restore", newer / "model.ckptz", "-o", alone)
+    weights = tmp_path / "weights.safetensors"
+    run = ckptz("restore", newer / "model.ckptz", "-o", weights)
     assert f"{newer} has none of" in run.stderr
     assert "as of a save that was cut off" in run.stderr
-    run = ckptz("restore", checkpoint / "model.ckptz", "-o", alone, "--force")
+    run = ckptz("restore", checkpoint / "model.ckptz", "-o", weights, "--force")
     assert not run.stderr
 
 

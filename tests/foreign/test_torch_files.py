@@ -210,7 +210,7 @@ print(peak[0] - start)
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     n = 48 << 20
     torch.save({"w": torch.ones(n // 4), "t": torch.ones(2048, n // 4096).bfloat16().t()}, tmp_path / "in.pt")
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", MEMORY, str(tmp_path)], capture_output=True, text=True, check=True
     )
-    assert int(done.stdout) < n, "less than half of what the two tensors take"
+    assert int(process.stdout) < n, "less than half of what the two tensors take"

@@ -58,7 +58,7 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "calibration"
 
 
-def test_what_is_loaded_equals_what_was_saved_to_the_bit(saved: Path) -> None:
+def test_a_loaded_calibration_equals_the_saved_one_bit_for_bit(saved: Path) -> None:
     model, calibration = everything()
     other = Calibration(model)
     other.load(saved)
@@ -66,21 +66,22 @@ def test_what_is_loaded_equals_what_was_saved_to_the_bit(saved: Path) -> None:
     assert other.shared == calibration.shared == [("linear", "gate")]
     for layer in calibration.n_samples:
         assert torch.equal(other.covariance(layer), calibration.covariance(layer))
-    again = saved.with_name("again")
-    other.save(again)
-    assert again.read_bytes() == saved.read_bytes()
+    copy = saved.with_name("copy")
+    other.save(copy)
+    assert copy.read_bytes() == saved.read_bytes()
     with other, calibration:
         model(torch.tensor([[5, 5]]))
     assert torch.equal(other.covariance("conv"), calibration.covariance("conv"))
 
 
-def test_the_file_gives_an_encoder_what_it_needs(saved: Path) -> None:
+def test_the_file_has_the_covariances_and_axes_of_each_weight(saved: Path) -> None:
     calibration = everything()[1]
     with CalibrationFile(saved) as file:
         matched, unmatched = file.match(SHAPES)
         assert unmatched == []
         axes = {
-            name: {kind: one.axis for kind, one in what.covariances.items()} for name, what in matched.items()
+            name: {kind: covariance.axis for kind, covariance in weight.covariances.items()}
+            for name, weight in matched.items()
         }
         assert axes == {
             "embedding.weight": {"embedding": 0, "linear": 1},
@@ -96,10 +97,10 @@ def test_the_file_gives_an_encoder_what_it_needs(saved: Path) -> None:
             ("conv.weight", "conv", "conv"),
         ]
         for name, kind, layer in layers:
-            one = matched[name].covariances[kind]
-            np.testing.assert_array_equal(one.read(), calibration.covariance(layer).numpy())
-            assert one.n_samples == 8
-            assert one.read().dtype == (np.float64 if kind == "embedding" else np.float32)
+            covariance = matched[name].covariances[kind]
+            np.testing.assert_array_equal(covariance.read(), calibration.covariance(layer).numpy())
+            assert covariance.n_samples == 8
+            assert covariance.read().dtype == (np.float64 if kind == "embedding" else np.float32)
 
 
 @pytest.mark.parametrize("prefix", ["", "model.", "module.", "model.module.", "_orig_mod.module."])
@@ -136,10 +137,10 @@ def test_layers_that_share_a_weight_are_summed_up(tmp_path: Path) -> None:
     calibration = recorded(model, normal(5, 4))
     calibration.save(tmp_path / "calibration")
     with CalibrationFile(tmp_path / "calibration") as file:
-        one = file.recorded["0.weight"].covariances["linear"]
+        covariance = file.recorded["0.weight"].covariances["linear"]
         expected = calibration.covariance("0") + calibration.covariance("1")
-        np.testing.assert_array_equal(one.read(), expected.numpy())
-        assert one.n_samples == 10
+        np.testing.assert_array_equal(covariance.read(), expected.numpy())
+        assert covariance.n_samples == 10
 
 
 def test_another_models_calibration_is_refused(saved: Path) -> None:
@@ -220,8 +221,8 @@ DAMAGED = {
 def read_all(path: Path) -> None:
     with CalibrationFile(path) as file:
         for weight in file.recorded.values():
-            for one in weight.covariances.values():
-                one.read()
+            for covariance in weight.covariances.values():
+                covariance.read()
 
 
 @pytest.mark.parametrize("case", DAMAGED)
@@ -262,5 +263,5 @@ def test_files_are_read_without_torch(saved: Path) -> None:
         f"conv = File({str(saved)!r}).recorded['conv.weight']; print(conv.covariances['conv'].read().shape)\n"
         "assert 'torch' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "(2, 9, 9)\n"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout == "(2, 9, 9)\n"

@@ -89,7 +89,7 @@ def test_a_tensor_that_is_changed_in_place_is_another_input() -> None:
     check_covariance(calibration.covariance("k"), covariance_of(batch.relu().numpy()))
 
 
-def test_convolutions_share_only_if_they_unfold_alike() -> None:
+def test_convolutions_share_a_covariance_only_if_they_unfold_equally() -> None:
     class Branches(nn.Module):
         def __init__(self) -> None:
             super().__init__()

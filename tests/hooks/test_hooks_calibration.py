@@ -122,7 +122,7 @@ CONV2D = [
         (nn.Conv2d, (6, 7, 8), {}),
     ],
 )
-def test_convolutions_sum_what_lies_under_the_kernel(
+def test_convolutions_sum_the_inputs_under_the_kernel(
     monkeypatch: pytest.MonkeyPatch,
     layer: Callable[..., nn.Module],
     shape: tuple[int, ...],
@@ -185,15 +185,15 @@ def test_the_fused_path_of_encoder_layers_is_not_taken() -> None:
 def test_several_batches_are_as_one() -> None:
     model = nn.Sequential(nn.Conv1d(2, 3, 3), nn.Flatten(), nn.Linear(18, 2))
     batches = [normal(n, 2, 8, seed=n) for n in (1, 4, 3)]
-    one, several = recorded(model, torch.cat(batches)), recorded(model, *batches)
+    joined, several = recorded(model, torch.cat(batches)), recorded(model, *batches)
     twice = recorded(model, batches[0])
     with twice:
         for batch in batches[1:]:
             model(batch)
     for name in ("0", "2"):
-        torch.testing.assert_close(one.covariance(name), several.covariance(name))
+        torch.testing.assert_close(joined.covariance(name), several.covariance(name))
         assert torch.equal(twice.covariance(name), several.covariance(name))
-    assert one.n_samples == several.n_samples == twice.n_samples == {"0": 48, "2": 8}
+    assert joined.n_samples == several.n_samples == twice.n_samples == {"0": 48, "2": 8}
 
 
 def test_nothing_is_recorded_outside_of_the_block_and_gradients_are_back() -> None:

@@ -295,7 +295,7 @@ def test_nothing_is_averaged_after_the_block() -> None:
     assert all(torch.equal(average, tracker.gradients()[name]) for name, average in kept.items())
 
 
-def test_a_tracker_that_is_dropped_takes_its_hook_along() -> None:
+def test_a_deleted_tracker_removes_its_hook() -> None:
     n_before = len(_global_optimizer_pre_hooks)
     tracker = SensitivityTracker(a_model())
     assert len(_global_optimizer_pre_hooks) == n_before + 1
@@ -328,7 +328,7 @@ def by_state(tracker: SensitivityTracker, other: SensitivityTracker, path: Path)
 
 
 @pytest.mark.parametrize("way", [by_file, by_state])
-def test_a_restored_tracker_goes_on_to_the_bit(tmp_path: Path, way: Any) -> None:
+def test_a_restored_tracker_continues_bit_for_bit(tmp_path: Path, way: Any) -> None:
     model, optimizer, tracker = tracked()
     with tracker, SensitivityTracker(model) as other:
         way(tracker, other, tmp_path)
@@ -385,8 +385,8 @@ def test_the_file_is_read_with_numpy_and_matched_by_name(tmp_path: Path) -> None
 
 def read_all(path: Path) -> None:
     with SensitivityFile(path) as file:
-        for one in file.recorded.values():
-            one.read()
+        for average in file.recorded.values():
+            average.read()
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def weights(models: list[Any]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("exact", [0, 1])
-def test_lossy_models_come_back_exactly_if_they_are_the_newest(tmp_path: Path, exact: int) -> None:
+def test_the_newest_lossy_models_are_restored_exactly(tmp_path: Path, exact: int) -> None:
     accelerator, models, optimizers = prepared(tmp_path, 2)
     register(accelerator, ChainOptions(config=Grid(min_elements=1), exact=exact, jobs=1))
     for step in range(2):

@@ -44,9 +44,9 @@ def test_a_program_that_is_killed_at_any_file_event_resumes_to_the_same_values(
     uninterrupted = trained(kind, tmp_path / "whole")
     finished = uninterrupted
     if kind == "trainer":  # resumed at its last step, the Trainer trains one step more, with or without ckptz
-        alone = [trained("transformers", tmp_path / "alone") for _ in range(2)]
-        assert alone[0] == uninterrupted
-        finished = alone[1]
+        digests = [trained("transformers", tmp_path / "without-ckptz") for _ in range(2)]
+        assert digests[0] == uninterrupted
+        finished = digests[1]
     points = list(outcomes(kind, tmp_path / "work"))
     assert len(points) > 5
     for label, outcome, digest in points:

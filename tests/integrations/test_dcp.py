@@ -98,7 +98,7 @@ def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
 # --- our folders ---------------------------------------------------------------------------------------
 
 
-def test_a_state_comes_back_and_nothing_is_pickled(tmp_path: Path) -> None:
+def test_a_state_is_restored_and_nothing_is_pickled(tmp_path: Path) -> None:
     save(a_state(), tmp_path / "one")
     assert same(load(emptied(a_state()), tmp_path / "one"), a_state())
     assert {path.suffix for path in (tmp_path / "one").iterdir()} == {".ckptz", ".json"}
@@ -337,8 +337,8 @@ def save_steps(run: Path, steps: Iterable[int], keep_last: int = 2, name: str = 
     """Save steps with a single writer, as a training run does."""
     writer = CkptzStorageWriter(options=ChainOptions(full_every=3, jobs=1), keep_last=keep_last)
     for step in steps:
-        place = run / name.format(step)
-        dcp.save(a_state(step / 1000), checkpoint_id=place, storage_writer=writer, no_dist=True)
+        folder = run / name.format(step)
+        dcp.save(a_state(step / 1000), checkpoint_id=folder, storage_writer=writer, no_dist=True)
 
 
 def test_one_writer_saves_a_run_of_deltas_and_keeps_the_newest_steps(tmp_path: Path) -> None:
@@ -353,7 +353,7 @@ def test_one_writer_saves_a_run_of_deltas_and_keeps_the_newest_steps(tmp_path: P
         assert same(load(emptied(state), path), state)
 
 
-def test_a_writer_of_another_process_goes_on_with_deltas(tmp_path: Path) -> None:
+def test_a_writer_of_another_process_continues_with_deltas(tmp_path: Path) -> None:
     for step in (1, 2):
         save_steps(tmp_path, [step])
     assert list((tmp_path / "step-2").glob("base-*"))
@@ -449,9 +449,9 @@ def test_a_file_that_is_restored_to_where_something_is(tmp_path: Path) -> None:
     state = {"w": torch.zeros(3)}
     dcp.load(state, checkpoint_id=tmp_path / "w.dcp", no_dist=True)
     assert torch.equal(state["w"], torch.ones(3))
-    done = ckptz("restore", tmp_path / "w.ckptz", "--to", "dcp", fails=True)
-    assert done.exit_code == 2
-    assert "not an empty folder" in done.stderr
+    run = ckptz("restore", tmp_path / "w.ckptz", "--to", "dcp", fails=True)
+    assert run.exit_code == 2
+    assert "not an empty folder" in run.stderr
 
 
 @pytest.mark.parametrize("is_there", [True, False])
@@ -477,14 +477,14 @@ class Evil:
 def test_no_code_runs_from_a_folder_of_torch(tmp_path: Path) -> None:
     folder = torch_folder(tmp_path / "source", {"w": torch.ones(3)})
     (folder / ".metadata").write_bytes(pickle.dumps({"x": Evil(tmp_path / "ran")}))
-    done = ckptz("compress", folder, "-o", tmp_path / "out.ckptz", fails=True)
-    assert done.exit_code == 4
-    assert ".metadata: it needs code to load (io.open)" in done.stderr
+    run = ckptz("compress", folder, "-o", tmp_path / "out.ckptz", fails=True)
+    assert run.exit_code == 4
+    assert ".metadata: it needs code to load (io.open)" in run.stderr
     odd = torch_folder(tmp_path / "odd", {"w": torch.ones(3), "x": Evil(tmp_path / "kept")})
     (tmp_path / "kept").unlink(missing_ok=True)
-    done = ckptz("compress", odd, "-o", tmp_path / "out.ckptz", fails=True)
-    assert done.exit_code == 4
-    assert "without running code" in done.stderr
+    run = ckptz("compress", odd, "-o", tmp_path / "out.ckptz", fails=True)
+    assert run.exit_code == 4
+    assert "without running code" in run.stderr
     assert not (tmp_path / "ran").exists()
     assert not (tmp_path / "kept").exists()
 
@@ -509,9 +509,11 @@ def cut_folder(folder: Path, shape: list[int], parts: list[tuple[list[int], list
     raw: Metadata = pickle.loads((folder / ".metadata").read_bytes())
     infos = {index.fqn: info for index, info in raw.storage_data.items()}
     chunks = [ChunkStorageMetadata(torch.Size(offset), torch.Size(sizes)) for offset, sizes in parts]
-    places = {MetadataIndex("w", torch.Size(offset)): infos[f"w{i}"] for i, (offset, _) in enumerate(parts)}
+    storage_data = {
+        MetadataIndex("w", torch.Size(offset)): infos[f"w{i}"] for i, (offset, _) in enumerate(parts)
+    }
     tensor = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size(shape), chunks)
-    forged = Metadata({"w": tensor}, {"w": ("w",)}, places)
+    forged = Metadata({"w": tensor}, {"w": ("w",)}, storage_data)
     (folder / ".metadata").write_bytes(pickle.dumps(forged))
     return folder
 
@@ -556,12 +558,12 @@ def test_many_parts_are_checked_in_no_time() -> None:
 
 
 def test_a_name_that_takes_for_ever_to_hash_is_refused(tmp_path: Path) -> None:
-    place = b"ctorch.distributed.checkpoint."
-    raw = doubled(place + b"metadata\nMetadataIndex\n)\x81}", b"")
-    info = b"sb" + place + b"filesystem\n_StorageInfo\n)\x81}bs"
+    module = b"ctorch.distributed.checkpoint."
+    raw = doubled(module + b"metadata\nMetadataIndex\n)\x81}", b"")
+    info = b"sb" + module + b"filesystem\n_StorageInfo\n)\x81}bs"
     index = raw[:2] + b"}" + raw[2:].replace(b")\x81}", b")\x81}\x8c\x03fqn", 1) + info
     state = b"}(\x8c\x0cstorage_data" + index[2:] + b"\x8c\x13state_dict_metadata}ub."
-    (tmp_path / ".metadata").write_bytes(b"\x80\x04" + place + b"metadata\nMetadata\n)\x81" + state)
+    (tmp_path / ".metadata").write_bytes(b"\x80\x04" + module + b"metadata\nMetadata\n)\x81" + state)
     with pytest.raises(CorruptionError, match="a name is not text"):
         open_input(tmp_path)
 
@@ -570,8 +572,8 @@ def test_a_name_that_takes_for_ever_to_hash_is_refused(tmp_path: Path) -> None:
 def test_a_part_of_another_shape_or_type_is_refused(stored: Any, tmp_path: Path) -> None:
     folder = torch_folder(tmp_path / "source", {"w": torch.ones(4), "other": stored})
     raw: Metadata = pickle.loads((folder / ".metadata").read_bytes())
-    places = {index.fqn: (index, info) for index, info in raw.storage_data.items()}
-    raw.storage_data[places["w"][0]] = places["other"][1]
+    entries = {index.fqn: (index, info) for index, info in raw.storage_data.items()}
+    raw.storage_data[entries["w"][0]] = entries["other"][1]
     (folder / ".metadata").write_bytes(pickle.dumps(raw))
     with pytest.raises(FormatError, match="'w'"):
         open_input(folder).tensors["w"].patterns(0, 4)

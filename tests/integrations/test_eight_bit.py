@@ -43,7 +43,7 @@ def tensors_in(node: Any) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("kind", ["Adam8bit", "AdamW8bit", "Lion8bit"])
 @pytest.mark.parametrize("config", [LOSSLESS, Grid()], ids=["lossless", "lossy weights"])
-def test_a_run_that_stops_goes_on_to_the_same_bits(tmp_path: Path, kind: str, config: Method) -> None:
+def test_a_stopped_run_resumes_bit_for_bit(tmp_path: Path, kind: str, config: Method) -> None:
     uninterrupted = Run(kind)
     losses = [uninterrupted.step(i) for i in range(N_STEPS)]
     assert any(value.dtype == torch.uint8 for value in uninterrupted.values())

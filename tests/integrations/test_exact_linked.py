@@ -32,7 +32,7 @@ def residuals(folder: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("name", ["{}/model.ckptz", "{}.ckpt", "last.ckpt"])
-def test_the_newest_file_comes_back_exactly(tmp_path: Path, name: str) -> None:
+def test_the_newest_file_is_restored_exactly(tmp_path: Path, name: str) -> None:
     chain = Chain(OPTIONS)
     for step in range(4):
         path = tmp_path / name.format(step)
@@ -101,7 +101,7 @@ def test_who_keeps_no_more_steps_than_stay_exact_is_told() -> None:
     CkptzStorageWriter(options=ChainOptions(jobs=1), keep_last=1)
 
 
-def test_a_file_that_is_removed_takes_its_residual_along(tmp_path: Path) -> None:
+def test_deleting_a_file_deletes_its_residual(tmp_path: Path) -> None:
     chain = Chain(OPTIONS)
     for step in range(2):
         chain.write(tmp_path / f"{step}.ckpt", job_of(a_state(step)))
@@ -123,18 +123,18 @@ def test_others_may_be_exact_or_none(tmp_path: Path, exact: int) -> None:
         ChainOptions(exact=-1)
 
 
-def test_what_loses_nothing_has_no_residual(tmp_path: Path) -> None:
+def test_lossless_files_have_no_residual(tmp_path: Path) -> None:
     Chain(ChainOptions(jobs=1)).write(tmp_path / "0.ckpt", job_of(a_state(0)))
     assert not residuals(tmp_path)
 
 
-@pytest.mark.parametrize("wrong", [b"", b"no file of ours at all", None])
-def test_a_residual_that_is_not_right_is_told_of(tmp_path: Path, wrong: bytes | None) -> None:
+@pytest.mark.parametrize("content", [b"", b"no file of ours at all", None])
+def test_a_wrong_residual_causes_a_warning(tmp_path: Path, content: bytes | None) -> None:
     chain = Chain(OPTIONS)
     for step in range(2):
         chain.write(tmp_path / f"{step}.ckpt", job_of(a_state(step)))
     other, [residual] = residuals(tmp_path)[0], residuals(tmp_path)[1:]
-    residual.write_bytes(other.read_bytes()[:-20] if wrong is None else wrong)
+    residual.write_bytes(other.read_bytes()[:-20] if content is None else content)
     with pytest.warns(RuntimeWarning, match="is restored with what it loses"):
         newest = read_newest(tmp_path / "1.ckpt")
     assert same(newest, load_state(tmp_path / "1.ckpt"))
@@ -150,12 +150,12 @@ def test_the_newest_folders_of_shards_are_exact(tmp_path: Path, exact: int) -> N
     for step in range(3):
         dcp.save(a_state(step), checkpoint_id=tmp_path / f"step-{step}", storage_writer=writer, no_dist=True)
     for step in range(3):
-        place = tmp_path / f"step-{step}"
-        assert same(loaded(place), a_state(step)) == (step > 2 - exact)
-        assert len(residuals(place)) == (step > 2 - exact)
+        folder = tmp_path / f"step-{step}"
+        assert same(loaded(folder), a_state(step)) == (step > 2 - exact)
+        assert len(residuals(folder)) == (step > 2 - exact)
 
 
-def test_a_folder_of_shards_without_its_residual_is_read_as_it_is(tmp_path: Path) -> None:
+def test_a_folder_of_shards_without_its_residual_is_read_with_its_loss(tmp_path: Path) -> None:
     writer = CkptzStorageWriter(options=OPTIONS, keep_last=2)
     dcp.save(a_state(1), checkpoint_id=tmp_path / "step-1", storage_writer=writer, no_dist=True)
     [residual] = residuals(tmp_path / "step-1")

@@ -210,11 +210,11 @@ def test_a_checkpoint_of_lightning_itself_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_example_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
+def test_a_stopped_example_resumes(tmp_path: Path) -> None:
     for n_steps in (6, 12):
         command = [sys.executable, str(EXAMPLE), str(tmp_path), str(n_steps)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=900)
-        assert "the best are" in done.stdout
+        process = subprocess.run(command, capture_output=True, text=True, check=True, timeout=900)
+        assert "the best are" in process.stdout
     assert CkptzIO().load_checkpoint(tmp_path / "last.ckpt")["global_step"] == 12
 
 
@@ -366,8 +366,8 @@ def test_what_lightning_restores_is_compared(module: Any, is_exact: bool, tmp_pa
         quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
         callbacks = [ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1), RequireCheckpointIO()]
         plugins = [AsyncCheckpointIO(CkptzIO(jobs=1))]
-        made = Trainer(max_steps=n_steps, accelerator="cpu", plugins=plugins, callbacks=callbacks, **quiet)
-        made.fit(module(), **how)
+        trainer = Trainer(max_steps=n_steps, accelerator="cpu", plugins=plugins, callbacks=callbacks, **quiet)
+        trainer.fit(module(), **how)
 
     fitted(1)
     with warnings.catch_warnings(record=True) as caught:

@@ -90,7 +90,7 @@ def test_lightning_moves_weights_by_the_usual_share_until_it_is_measured(tmp_pat
     assert set(moves_in(tmp_path / "0.ckpt").values()) == {USUAL_SHARE}
 
 
-def test_lightning_goes_on_from_what_it_restored(tmp_path: Path) -> None:
+def test_lightning_continues_from_the_restored_state(tmp_path: Path) -> None:
     loop, io = Loop(), plugin(exact=0)
     for i in range(2):
         loop.train()

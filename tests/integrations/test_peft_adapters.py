@@ -189,10 +189,10 @@ def test_files_of_adapters_from_an_earlier_restore_are_named(tmp_path: Path) -> 
 
 def test_an_adapter_of_a_compiled_layer_resumes(tmp_path: Path) -> None:
     def model() -> Any:
-        made = adapted("LoRA", "tuned")
-        layers = made.base_model.model.model.layers
+        compiled = adapted("LoRA", "tuned")
+        layers = compiled.base_model.model.model.layers
         layers[0].self_attn = torch.compile(layers[0].self_attn, backend="eager")
-        return made
+        return compiled
 
     uninterrupted = trained(tmp_path, model())
     assert not any("mlp" in name for name in load_state(tmp_path / "checkpoint-1" / "model.ckptz"))

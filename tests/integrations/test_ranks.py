@@ -67,17 +67,17 @@ def test_another_number_of_ranks_restores_equal_tensors(results: Any, n_ranks: i
 
 @pytest.mark.parametrize("n_ranks", [2, 4])
 @pytest.mark.parametrize("step", [0, 1])
-def test_grids_restore_alike_on_any_number_of_ranks(
+def test_grids_restore_to_equal_values_on_any_number_of_ranks(
     results: Any, folder: Path, n_ranks: int, step: int
 ) -> None:
     assert results[f"load_grids {6 - n_ranks}"] == [{}] * (6 - n_ranks)
     restored, exact = torch.load(folder / f"grid-{n_ranks}-{step}.pt"), all_tensors(step)
-    alone: dict[str, Any] = {name: torch.zeros(shape) for name, shape in SIZES.items()}
+    unsharded: dict[str, Any] = {name: torch.zeros(shape) for name, shape in SIZES.items()}
     reader = CkptzStorageReader(
         folder / f"grid-{n_ranks}-{step}", jobs=1
     )  # compares every chunk with its checksum
-    dcp.load(alone, storage_reader=reader, no_dist=True)
-    assert all(torch.equal(alone[name], tensor) for name, tensor in restored.items())
+    dcp.load(unsharded, storage_reader=reader, no_dist=True)
+    assert all(torch.equal(unsharded[name], tensor) for name, tensor in restored.items())
     for name in ("wide", "narrow", "odd"):
         error = (restored[name] - exact[name]).square().mean().sqrt() / exact[name].std()
         assert 0 < error < 0.25
@@ -226,19 +226,19 @@ def test_one_of_four_is_killed(slowly: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_the_timeout(tmp_path: Path) -> None:
+def test_a_missing_rank_is_waited_for_until_the_timeout(tmp_path: Path) -> None:
     first, _ = play("hung", tmp_path)["hung 2"]
     assert 4 < first["seconds"] < 50
     assert first["newest"] is None
 
 
 @pytest.mark.slow
-def test_the_example_goes_on_with_other_ranks(tmp_path: Path) -> None:
+def test_the_example_resumes_with_another_number_of_ranks(tmp_path: Path) -> None:
     for n_ranks, first, last in ((2, 0, 10), (4, 10, 20), (1, 20, 30)):
         run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(n_ranks)]
         command = [*run, str(EXAMPLE), str(tmp_path / "run"), "10"]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=900)
-        assert f"{n_ranks} ranks, from step {first} to {last}" in done.stdout
+        process = subprocess.run(command, capture_output=True, text=True, check=True, timeout=900)
+        assert f"{n_ranks} ranks, from step {first} to {last}" in process.stdout
 
 
 # --- one file of all ranks ------------------------------------------------------------------------------
@@ -246,9 +246,9 @@ def test_the_example_goes_on_with_other_ranks(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def consolidated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("ranks")
-    assert play("sharded", made) == {f"sharded_runs {n}": [{}] * n for n in (1, 2, 4)}
-    return made
+    folder = tmp_path_factory.mktemp("ranks")
+    assert play("sharded", folder) == {f"sharded_runs {n}": [{}] * n for n in (1, 2, 4)}
+    return folder
 
 
 @pytest.mark.parametrize("n_ranks", [1, 2, 4])

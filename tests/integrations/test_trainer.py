@@ -206,14 +206,14 @@ def full_bytes(folder: Path) -> int:
         return sum(tensor.nbytes for tensor in file.get_tensors().values())
 
 
-def test_a_run_goes_on_as_a_chain_after_it_was_resumed(tmp_path: Path) -> None:
+def test_a_resumed_run_continues_its_chain(tmp_path: Path) -> None:
     trainer(tmp_path, max_steps=2).train()
     later = trainer(tmp_path, max_steps=3)
     later.train(resume_from_checkpoint=True)
     assert list((tmp_path / "checkpoint-3").glob("base-*"))
 
 
-def test_the_best_model_comes_back(tmp_path: Path) -> None:
+def test_the_best_model_is_restored(tmp_path: Path) -> None:
     settings = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "max_steps": 3}
     ranking = {"metric_for_best_model": "loss", "greater_is_better": True}
     run = trainer(tmp_path, dataset=tokens(8), **ranking, **settings)
@@ -295,11 +295,11 @@ def test_ways_with_checkpoints_of_their_own_are_refused(tmp_path: Path) -> None:
 def test_an_adapter_is_kept_without_the_weights_that_it_adapts(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
 
-    def adapted(**more: Any) -> Any:
+    def adapted(**options: Any) -> Any:
         args = trainer(tmp_path, transformers.Trainer, None, max_steps=3, save_total_limit=None).args
         torch.manual_seed(1)
         model = peft.get_peft_model(make("gpt2").train(), peft.LoraConfig(target_modules=["c_attn"], r=2))
-        return Trainer(model, args, train_dataset=tokens(), ckptz=OPTIONS, **more)
+        return Trainer(model, args, train_dataset=tokens(), ckptz=OPTIONS, **options)
 
     with pytest.raises(UnsupportedError, match="pass trainable_only=True"):
         adapted()
@@ -340,12 +340,12 @@ def test_the_snippets_for_adapters_run(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-def test_the_example_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
+def test_a_stopped_example_resumes(tmp_path: Path) -> None:
     for n_steps in (6, 12):
         command = [sys.executable, str(EXAMPLE), str(tmp_path), str(n_steps)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=900)
+        process = subprocess.run(command, capture_output=True, text=True, check=True, timeout=900)
         assert len(checkpoints(tmp_path)) == 2
-        assert f"checkpoint-{n_steps}: " in done.stdout
+        assert f"checkpoint-{n_steps}: " in process.stdout
 
 
 def test_what_the_trainer_itself_writes_stays(tmp_path: Path) -> None:
@@ -361,12 +361,12 @@ def test_compiled_submodules_resume_as_plain_ones_and_the_other_way_round(
     tmp_path: Path, is_saved_compiled: bool
 ) -> None:
     def run(is_compiled: bool, **options: Any) -> Any:
-        made = trainer(tmp_path, **options)
+        compiled = trainer(tmp_path, **options)
         if is_compiled:
-            block = made.model.base_model
+            block = compiled.model.base_model
             name, inner = next((n, m) for n, m in block.named_children() if list(m.parameters()))
             setattr(block, name, torch.compile(inner, backend="eager"))
-        return made
+        return compiled
 
     saved = run(is_saved_compiled, max_steps=1)
     saved.train()
@@ -385,11 +385,11 @@ def test_a_save_that_fails_over_a_complete_step_leaves_no_complete_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer(tmp_path, max_steps=2).train()
-    again = trainer(tmp_path, max_steps=2)
+    second = trainer(tmp_path, max_steps=2)
     failing = Mock(side_effect=WriteError(28, "state.ckptz: no space left"))
-    monkeypatch.setattr(again, "_save_optimizer_and_scheduler", failing)
+    monkeypatch.setattr(second, "_save_optimizer_and_scheduler", failing)
     with pytest.raises(WriteError):
-        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+        second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     report = prune(tmp_path, KeepPolicy(last=1))
     assert report.steps == (1,)
     assert any("checkpoint-2" in note for note in report.notes)
@@ -404,13 +404,13 @@ def test_a_save_that_fails_over_a_complete_step_leaves_no_complete_step(
 def test_ranks_wait_before_they_write_and_before_a_step_is_complete(tmp_path: Path) -> None:
     """Otherwise a kill may leave a complete step with random states of another save, or without."""
     trainer(tmp_path, max_steps=1).train()
-    again = trainer(tmp_path, max_steps=1)
+    second = trainer(tmp_path, max_steps=1)
     folder, seen = tmp_path / "checkpoint-1", list[set[str]]()
     before = (folder / "rng-00000.ckptz").stat().st_ino
-    again.accelerator.wait_for_everyone = lambda: seen.append({path.name for path in folder.glob("*")})
-    again.state.global_step = 1
-    again.create_optimizer_and_scheduler(1)
-    again._save_checkpoint(again.model, trial=None)
+    second.accelerator.wait_for_everyone = lambda: seen.append({path.name for path in folder.glob("*")})
+    second.state.global_step = 1
+    second.create_optimizer_and_scheduler(1)
+    second._save_checkpoint(second.model, trial=None)
     assert len(seen) == 2
     assert not any("trainer_state.json" in names for names in seen)
     assert "rng-00000.ckptz" in seen[1]

@@ -76,7 +76,7 @@ LOGGED = {"logging_strategy": "steps", "logging_steps": 1}
 
 
 @pytest.mark.parametrize("config", [LOSSLESS, Grid(min_elements=1)], ids=["lossless", "grid"])
-def test_the_plain_trainer_goes_on_from_a_restored_folder(
+def test_the_plain_trainer_resumes_from_a_restored_folder(
     run: tuple[Path, dict[str, Any]], config: Any, tmp_path: Path
 ) -> None:
     options = ChainOptions(config=config, jobs=1)
@@ -98,16 +98,16 @@ def test_the_plain_trainer_goes_on_from_a_restored_folder(
     check_equal(final(plainly), final(uninterrupted))
 
 
-def test_a_restored_adapter_goes_on_in_the_plain_trainer(tmp_path: Path) -> None:
+def test_a_restored_adapter_resumes_in_the_plain_trainer(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
 
-    def adapted(folder: str, kind: type, n_steps: int, **more: Any) -> Any:
+    def adapted(folder: str, kind: type, n_steps: int, **options: Any) -> Any:
         settings = {"max_steps": n_steps, "save_total_limit": None, **LOGGED}
         args = trainer(tmp_path / folder, transformers.Trainer, None, **settings).args
         torch.manual_seed(1)
         config = peft.LoraConfig(target_modules=["c_attn"], modules_to_save=["ln_f"], use_dora=True, r=2)
         model = peft.get_peft_model(make("gpt2").train(), config)
-        return kind(model, args, train_dataset=tokens(), **more)
+        return kind(model, args, train_dataset=tokens(), **options)
 
     uninterrupted = adapted("ours", Trainer, 4, ckptz=ChainOptions(jobs=1), trainable_only=True)
     uninterrupted.train()
@@ -211,7 +211,7 @@ def test_a_chain_of_folders_has_all_that_each_needs(run: tuple[Path, dict[str, A
     check_equal(resumed(tmp_path / "back", tmp_path), run[1])
 
 
-def test_folders_of_accelerate_come_back_whole(tmp_path: Path) -> None:
+def test_folders_of_accelerate_are_restored_completely(tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate")
     accelerator = accelerate.Accelerator(cpu=True)
     torch.manual_seed(1)
@@ -236,7 +236,7 @@ def test_folders_of_accelerate_come_back_whole(tmp_path: Path) -> None:
     assert all(map(torch.equal, step(), expected))
 
 
-def test_files_of_lightning_come_back_under_their_names(tmp_path: Path) -> None:
+def test_files_of_lightning_are_restored_under_their_names(tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning")
 
     class Module(lightning.LightningModule):  # an optional import
@@ -254,11 +254,11 @@ def test_files_of_lightning_come_back_under_their_names(tmp_path: Path) -> None:
     data = torch.utils.data.DataLoader(torch.rand(8, 40), 2)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 
-    def run(n_steps: int, **more: Any) -> Any:
+    def run(n_steps: int, **options: Any) -> Any:
         lightning.seed_everything(1, verbose=False)
         module = Module()
         fit = lightning.Trainer(max_steps=n_steps, accelerator="cpu", default_root_dir=tmp_path, **quiet)
-        fit.fit(module, data, **more)
+        fit.fit(module, data, **options)
         return fit
 
     first = run(3)

@@ -109,7 +109,7 @@ def test_one_torch_file_is_a_model_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["nested", "a view", "a list"])
-def test_a_torch_file_that_is_no_state_is_refused(what: str, tmp_path: Path) -> None:
+def test_a_torch_file_that_is_no_state_dict_is_refused(what: str, tmp_path: Path) -> None:
     model = make("bert")
     model.config.save_pretrained(tmp_path)
     state, buffer = model.state_dict(), torch.zeros(9)
@@ -214,15 +214,15 @@ def test_a_folder_that_was_packed_in_place_gives_the_packed_weights(tmp_path: Pa
 def test_dtypes_are_chosen_as_by_transformers(
     dtype: dict[str, Any], is_in_config: bool, way: str, tmp_path: Path
 ) -> None:
-    places = [tmp_path / kind for kind in ("original", "packed")]
-    for source, place in zip(folders("llama"), places, strict=True):
-        shutil.copytree(source, place)
-        config = json.loads((place / "config.json").read_text())
+    targets = [tmp_path / kind for kind in ("original", "packed")]
+    for source, target in zip(folders("llama"), targets, strict=True):
+        shutil.copytree(source, target)
+        config = json.loads((target / "config.json").read_text())
         if not is_in_config:
             del config["dtype"]
-        (place / "config.json").write_text(json.dumps(config))
+        (target / "config.json").write_text(json.dumps(config))
     check_same(
-        load(way, AUTO["llama"], places[1], **dtype), AUTO["llama"].from_pretrained(places[0], **dtype)
+        load(way, AUTO["llama"], targets[1], **dtype), AUTO["llama"].from_pretrained(targets[0], **dtype)
     )
 
 
@@ -238,7 +238,7 @@ ARGUMENTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("kind", ["auto", "class"])
 @pytest.mark.parametrize("what", ARGUMENTS)
-def test_arguments_mean_what_they_mean_to_transformers(what: str, kind: str) -> None:
+def test_arguments_have_the_same_effect_as_in_transformers(what: str, kind: str) -> None:
     name, arguments = ARGUMENTS[what]
     original, packed = folders(name)
     loader = AUTO[name] if kind == "auto" else type(expected(name))
@@ -290,15 +290,15 @@ def test_variants_and_subfolders_are_found(tmp_path: Path) -> None:
 
 
 def test_old_folders_have_generation_settings_in_their_config(tmp_path: Path) -> None:
-    places = [tmp_path / kind for kind in ("original", "packed")]
-    for source, place in zip(folders("t5"), places, strict=True):
-        shutil.copytree(source, place)
-        (place / "generation_config.json").unlink()
-        config = json.loads((place / "config.json").read_text())
-        (place / "config.json").write_text(json.dumps(config | {"num_beams": 3, "max_length": 9}))
-    theirs = AUTO["t5"].from_pretrained(places[0])
+    targets = [tmp_path / kind for kind in ("original", "packed")]
+    for source, target in zip(folders("t5"), targets, strict=True):
+        shutil.copytree(source, target)
+        (target / "generation_config.json").unlink()
+        config = json.loads((target / "config.json").read_text())
+        (target / "config.json").write_text(json.dumps(config | {"num_beams": 3, "max_length": 9}))
+    theirs = AUTO["t5"].from_pretrained(targets[0])
     assert theirs.generation_config.num_beams == 3
-    check_same(from_pretrained(AUTO["t5"], places[1]), theirs)
+    check_same(from_pretrained(AUTO["t5"], targets[1]), theirs)
 
 
 CODE = """
@@ -398,17 +398,17 @@ def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_name_on_the_hub_is_fetched_without_other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     _, packed = folders("gpt2")
-    asked: dict[str, Any] = {}
+    request: dict[str, Any] = {}
 
     def stand_in(name: str, **options: Any) -> str:
-        asked.update(options, name=name)
+        request.update(options, name=name)
         return str(packed)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", stand_in)
     loaded = from_pretrained(AUTO["gpt2"], "org/name", revision="v1")
-    assert (asked["name"], asked["revision"]) == ("org/name", "v1")
-    assert "*.ckptz" in asked["allow_patterns"]
-    assert "*.safetensors" not in asked["allow_patterns"]
+    assert (request["name"], request["revision"]) == ("org/name", "v1")
+    assert "*.ckptz" in request["allow_patterns"]
+    assert "*.safetensors" not in request["allow_patterns"]
     expected = from_pretrained(AUTO["gpt2"], packed).state_dict()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.state_dict().items())
 

@@ -307,8 +307,8 @@ def test_one_function_makes_folders() -> None:
 @pytest.mark.parametrize("command", ["import ckptz", "from ckptz_cli.main import main; main(['--help'])"])
 def test_help_loads_neither_torch_nor_numba_nor_report_libraries(command: str) -> None:
     code = f"import atexit, sys; atexit.register(lambda: print(*sys.modules, file=sys.stderr)); {command}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    loaded = set(done.stderr.split())
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(process.stderr.split())
     assert "ckptz" in loaded
     assert not loaded & {"torch", "numba", "jinja2", "vl_convert"}
 

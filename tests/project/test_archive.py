@@ -40,8 +40,8 @@ def test_a_worker_that_was_killed_loses_nothing(tmp_path: Path) -> None:
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     assert contents(packed).keys() < contents(tmp_path / "expected").keys() | set(leftovers(packed))
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "outputs existed and were kept" in done.stderr
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "outputs existed and were kept" in result.stderr
     for name in leftovers(packed):
         (packed / name).unlink()
     assert contents(packed) == contents(tmp_path / "expected")

@@ -24,11 +24,11 @@ def test_every_link_has_a_target(page: Path) -> None:
     for target in re.findall(r"\]\(([^)]+)\)", page.read_text("utf-8")):
         if "://" in target:
             continue
-        name, _, place = target.partition("#")
+        name, _, anchor = target.partition("#")
         file = (page.parent / name).resolve() if name else page
         assert file.exists(), target
-        headings = re.findall(r"^#+ (.+)$", file.read_text("utf-8"), re.MULTILINE) if place else []
-        assert not place or place in map(slug, headings), target
+        headings = re.findall(r"^#+ (.+)$", file.read_text("utf-8"), re.MULTILINE) if anchor else []
+        assert not anchor or anchor in map(slug, headings), target
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

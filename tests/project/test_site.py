@@ -76,8 +76,10 @@ NAMES = [(module, name) for module in MODULES for name in public_names(module)]
 
 
 def test_every_public_name_has_a_page_and_nothing_else_has() -> None:
-    shown = re.findall(r"^::: (ckptz\S*)", "\n".join(page.read_text("utf-8") for page in API), re.MULTILINE)
-    assert sorted(shown) == sorted(f"{module}.{name}" for module, name in NAMES)
+    documented = re.findall(
+        r"^::: (ckptz\S*)", "\n".join(page.read_text("utf-8") for page in API), re.MULTILINE
+    )
+    assert sorted(documented) == sorted(f"{module}.{name}" for module, name in NAMES)
 
 
 def test_modules_with_public_names_are_all_listed() -> None:

@@ -63,8 +63,8 @@ def test_log_shows_the_metric_of_each_step_that_has_one(run: Path, tmp_path: Pat
         checkpointer.save(2)
         checkpointer.save(3, metric=1.5)
     heading, *lines = ckptz("log", tmp_path / "rated").stdout.splitlines()
-    place = heading.index("metric")
-    metrics = {line.split()[0]: line[place:].split("  ")[0].strip() for line in lines if "step-" in line}
+    column = heading.index("metric")
+    metrics = {line.split()[0]: line[column:].split("  ")[0].strip() for line in lines if "step-" in line}
     assert [metrics[f"step-{step:08}.ckptz"] for step in (1, 2, 3)] == ["2.25", "", "1.5"]
 
 
@@ -129,9 +129,9 @@ def test_a_terminal_gets_lines_between_the_steps(run: Path, monkeypatch: pytest.
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit):
         main(["log", str(run)])
-    shown = screen.getvalue()
+    text = screen.getvalue()
     for part in ("├─ b.ckptz", "└─ a.ckptz", "   └─ c.ckptz"):
-        assert part in shown
+        assert part in text
 
 
 def test_the_working_folder_is_the_default(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,29 +155,29 @@ def test_quality_that_a_file_records_is_shown(run: Path, tmp_path: Path) -> None
 def test_a_missing_base_is_shown_and_decides_the_exit_code(run: Path) -> None:
     identity = ckptz("inspect", run / "z.ckptz", "--json").json["content_id"][:16]
     (run / "z.ckptz").unlink()
-    shown = ckptz("log", run, fails=True)
-    assert shown.exit_code == 5
+    result = ckptz("log", run, fails=True)
+    assert result.exit_code == 5
     # Once, not for each file.
-    assert f"its base 'z.ckptz' with content id {identity} is not here" in shown.error
+    assert f"its base 'z.ckptz' with content id {identity} is not here" in result.error
     report, problems = logged(run)
     assert [type(problem) for problem in problems] == [MissingBaseError]
     assert tree(report)[0] == (0, f"z.ckptz ({identity})", "missing")
     assert [level for level, *_ in tree(report)] == [0, 1, 1, 2]
     assert (report.n_files, report.n_missing) == (3, 1)
-    assert "1 base missing" in shown.stdout
+    assert "1 base missing" in result.stdout
 
 
 def test_a_broken_file_is_shown_and_the_others_too(run: Path) -> None:
     raw = (run / "c.ckptz").read_bytes()
     (run / "cut.ckptz").write_bytes(raw[:-1])
     (run / "notes.ckptz").write_text("no checkpoint")
-    shown = ckptz("log", run, "--json", fails=True)
-    assert shown.exit_code == 3
-    kinds = {entry["file"]: entry["kind"] for entry in shown.json["entries"]}
+    result = ckptz("log", run, "--json", fails=True)
+    assert result.exit_code == 3
+    kinds = {entry["file"]: entry["kind"] for entry in result.json["entries"]}
     assert (kinds.pop("cut.ckptz"), kinds.pop("notes.ckptz")) == ("broken", "broken")
-    assert len(kinds) == shown.json["n_files"] == 4
-    assert shown.json["n_broken"] == 2
-    assert shown.json["error"]["kind"] == "TruncatedError"
+    assert len(kinds) == result.json["n_files"] == 4
+    assert result.json["n_broken"] == 2
+    assert result.json["error"]["kind"] == "TruncatedError"
 
 
 def test_a_reference_that_cannot_be_is_broken(run: Path) -> None:
@@ -206,7 +206,7 @@ def test_renamed_bases_and_twins_are_found_by_content(run: Path) -> None:
     assert {entry.parent for entry in logged(run)[0].entries} == {None, "z.ckptz", "a.ckptz"}
 
 
-def test_a_rebased_file_stands_alone_and_keeps_what_is_on_it(run: Path) -> None:
+def test_a_rebased_file_is_self_contained_and_keeps_its_deltas(run: Path) -> None:
     ckptz("rebase", run / "a.ckptz")
     assert tree(logged(run)[0]) == [
         (0, "z.ckptz", "full"),

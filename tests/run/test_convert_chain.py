@@ -47,7 +47,7 @@ def test_a_chain_stores_each_input_against_the_one_before(tmp_path: Path) -> Non
         assert content_of(path) == content_of(Path(report.output))
 
 
-def test_a_chain_may_go_on_from_a_base(chain: Chain) -> None:
+def test_a_chain_may_continue_from_a_base(chain: Chain) -> None:
     third = write_plain(chain.folder / "step-3.safetensors", a_state(drift=0.02))
     fourth = write_plain(chain.folder / "step-4.safetensors", a_state(drift=0.03))
     reports = compress([third, fourth], base=chain.delta, chain=True)
@@ -61,7 +61,7 @@ def test_without_chain_every_input_is_stored_against_the_base(chain: Chain) -> N
     assert [(report.base, report.depth) for report in reports] == [("step-1.safetensors", 1)] * 2
 
 
-def test_a_plain_base_and_its_packed_twin_serve_alike(chain: Chain) -> None:
+def test_a_delta_to_a_plain_base_is_read_with_its_compressed_copy(chain: Chain) -> None:
     out = chain.folder / "against-plain.ckptz"
     [report] = compress([chain.second], out, base=chain.first)
     assert report.base == "step-1.safetensors"
@@ -186,7 +186,7 @@ def test_the_other_files_of_a_folder_do_not_replace_what_is_there(
         assert target.read_bytes() == (folder / file).read_bytes()
 
 
-def test_shards_that_are_there_are_kept_unless_forced(folder: Path) -> None:
+def test_existing_shards_are_kept_unless_forced(folder: Path) -> None:
     ckptz("compress", folder)
     shard = folder / "model-00002-of-00002.safetensors"
     old = shard.read_bytes()

@@ -107,8 +107,8 @@ def test_a_base_that_goes_while_it_is_looked_at_makes_a_full_file(
     elif where == "os.link":
         monkeypatch.setattr(os, "link", at_once(os.link, base))
     else:
-        place = links if where == "read_envelope" else linked_files
-        monkeypatch.setattr(place, where, at_once(getattr(place, where), base))
+        module = links if where == "read_envelope" else linked_files
+        monkeypatch.setattr(module, where, at_once(getattr(module, where), base))
     write(chain, tmp_path, 2)
     monkeypatch.undo()
     check_chain(tmp_path, {2})
@@ -217,7 +217,7 @@ def test_a_file_that_another_writes_keeps_bases_unless_its_writer_was_killed_lon
         assert n_bases(folder) == (1 if is_old else n_bases(linked))
 
 
-def test_a_base_that_is_not_there_keeps_the_others(linked: Path) -> None:
+def test_a_missing_base_keeps_the_others(linked: Path) -> None:
     with copied(linked) as folder:
         (folder / "3.ckpt").unlink()
         for base in folder.glob("base-*"):
@@ -442,13 +442,13 @@ def follow(folder: Path, step: int | None = None) -> int:
 
 @each_error
 @pytest.mark.parametrize("full", [4, 6])
-def test_a_full_file_that_cannot_be_read_keeps_what_is_older(stream: Path, full: int, error: Error) -> None:
+def test_an_unreadable_full_file_keeps_older_files(stream: Path, full: int, error: Error) -> None:
     with copied(stream) as folder:
         path = folder / f"step-{full:06d}.ckptz"
         publisher = Publisher(folder, full_every=2, keep_full=2, jobs=1)
         with unreadable(path, error):
-            done = publisher.publish(published_state(6), 6)
-        assert f"{path.name} cannot be read" in done.note
+            published = publisher.publish(published_state(6), 6)
+        assert f"{path.name} cannot be read" in published.note
         for step in range(full + 1):
             assert follow(folder, step) == step
         publisher.publish(published_state(7), 7)
@@ -471,8 +471,8 @@ def test_a_step_is_published_whatever_becomes_of_the_older_ones(
             raise CkptzError("no answer")
 
         monkeypatch.setattr(publisher._folder, failing, refuse)
-        done = publisher.publish(published_state(6), 6)
-        assert ("older files are kept" in done.note) == (failing == "sizes")
+        published = publisher.publish(published_state(6), 6)
+        assert ("older files are kept" in published.note) == (failing == "sizes")
         assert follow(folder, 1) == 1
         assert follow(folder) == 6
 

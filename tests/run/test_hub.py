@@ -21,7 +21,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, 
         yield ("--storage-options", f"endpoint={url}")
 
 
-def test_a_chain_goes_to_a_hub_and_comes_back(hub: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_chain_is_uploaded_to_a_hub_and_restored(hub: tuple[str, ...], tmp_path: Path) -> None:
     plain = [write_plain(tmp_path / f"step-{i}.safetensors", a_state(drift=0.001 * i)) for i in range(2)]
     ckptz("compress", *plain, "--chain", "-o", f"{FOLDER}/", *hub)
     assert [entry["step"] for entry in ckptz("log", FOLDER, *hub, "--json").json["entries"]] == [0, 1]

@@ -50,13 +50,13 @@ def ranks_job(folder: Path, background: bool, reported: Reported, rank: int) -> 
     saving = None
     while True:
         state = {"weight": torch.full((30, 30), step + 1.0), "step": step + 1}
-        place: Any = {"checkpoint_id": folder / "run" / f"step-{step + 1}", "storage_writer": writer}
+        options: Any = {"checkpoint_id": folder / "run" / f"step-{step + 1}", "storage_writer": writer}
         if saving is not None:
             saving.result()
         if background:
-            saving = dcp.async_save(state, process_group=group, **place)
+            saving = dcp.async_save(state, process_group=group, **options)
         else:
-            dcp.save(state, process_group=group, **place)
+            dcp.save(state, process_group=group, **options)
         if rank == 0 and step > reported.step - (not background):
             reported.step = step if background else step + 1  # the previous save is complete, or this one
         step += 1
@@ -125,9 +125,7 @@ def write_losses(path: Path) -> None:
 
 @pytest.mark.apps
 @KILLS
-def test_a_trainer_that_is_killed_resumes_and_goes_on_with_the_same_losses(
-    tmp_path: Path, n_kills: int
-) -> None:
+def test_a_killed_trainer_resumes_with_the_same_losses(tmp_path: Path, n_kills: int) -> None:
     pytest.importorskip("tests.support.trainer_support")  # once, for all processes
     # In a child process: a process that has trained cannot be forked to train again.
     assert in_child(lambda: write_losses(tmp_path / "losses.json")) == 0

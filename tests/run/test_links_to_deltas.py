@@ -32,9 +32,9 @@ def link(chain: Chain) -> Path:
     chain.first.unlink()
     newest = chain.folder.parent / "more" / "newest.ckptz"
     newest.symlink_to("../run/step-2.ckptz")
-    made = chain.folder.parent / "links" / "latest.ckptz"
-    made.symlink_to("../more/newest.ckptz")
-    return made
+    latest = chain.folder.parent / "links" / "latest.ckptz"
+    latest.symlink_to("../more/newest.ckptz")
+    return latest
 
 
 def weight_in(path: Path) -> Any:

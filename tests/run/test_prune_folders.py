@@ -48,9 +48,9 @@ def test_nothing_goes_where_names_and_files_disagree_about_the_step(how: str, ru
         (run / "checkpoint-20" / "trainer_state.json").write_text('{"global_step": 21}')
         message = "checkpoint-20: its step is not certain, as its name says 20, trainer_state.json says 21"
     before = sorted(run.rglob("*"))
-    done = command("prune", run, "--keep-last", 1, fails=True)
-    assert done.exit_code == 2
-    assert message in done.error
+    result = command("prune", run, "--keep-last", 1, fails=True)
+    assert result.exit_code == 2
+    assert message in result.error
     assert sorted(run.rglob("*")) == before
     with pytest.raises(ConfigError, match="its step is not certain"):
         ckptz.prune(run, after=10)

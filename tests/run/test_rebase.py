@@ -167,7 +167,7 @@ def test_bases_that_a_base_carries_within_go_in_too(tmp_path: Path) -> None:
     assert content_of(paths[3]) == contents[3]
 
 
-def test_folders_and_trees_come_back(tmp_path: Path) -> None:
+def test_folders_and_trees_are_restored(tmp_path: Path) -> None:
     folder = hf_folder(tmp_path / "hf")
     files = {p.name: p.read_bytes() for p in folder.glob("*.safetensors*")}
     ckptz("compress", folder, "-o", tmp_path / "base.ckptz")
@@ -270,7 +270,7 @@ def test_features_are_those_that_are_used(tmp_path: Path) -> None:
 # --- safety of the old file -----------------------------------------------------------------------
 
 
-def test_what_stands_alone_is_left_as_it_is(chain: Chain) -> None:
+def test_self_contained_files_are_not_rebased(chain: Chain) -> None:
     for path in (chain.full, chain.delta):
         ckptz("rebase", path)
         before = path.read_bytes()

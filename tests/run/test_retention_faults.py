@@ -78,8 +78,8 @@ def test_the_command_line_says_so(prepared: Path) -> None:
     with copied(prepared) as folder:
         (folder / FILES[-2]).unlink()
         (folder / FILES[-2]).symlink_to("on a disk that is not mounted")
-        done = ckptz("prune", folder, "--keep-last", 1)
-        assert f"{FILES[-2]} cannot be read, so all that is older stays" in done.stderr
+        result = ckptz("prune", folder, "--keep-last", 1)
+        assert f"{FILES[-2]} cannot be read, so all that is older stays" in result.stderr
         check_whole(folder, prepared, set(range(1, N_SAVED)))
 
 
@@ -183,7 +183,7 @@ def test_a_prune_in_which_one_call_fails_loses_no_step(
 # --- restoring an older step --------------------------------------------------------------------
 
 
-def test_nobody_goes_back_to_a_step_that_is_not_there_or_cannot_be_read(prepared: Path) -> None:
+def test_a_run_is_not_pruned_to_a_missing_or_unreadable_step(prepared: Path) -> None:
     with copied(prepared) as folder:
         before = names_in(folder)
         with pytest.raises(ConfigError, match="no step would be left"):

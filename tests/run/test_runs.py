@@ -78,8 +78,8 @@ def test_the_step_comes_from_the_option_the_metadata_or_the_name(tmp_path: Path)
         file = write_plain(tmp_path / "step-9.safetensors", a_state(n=100), metadata)
         [report] = compress(file, tmp_path / "out.ckptz", step=option, force=True)
         assert (report.step, inspect(report.output).step) == (expected, expected)
-    [again] = compress(tmp_path / "out.ckptz", tmp_path / "step-77.ckptz")
-    assert again.step == 9  # the step that a .ckptz file records is kept
+    [second] = compress(tmp_path / "out.ckptz", tmp_path / "step-77.ckptz")
+    assert second.step == 9  # the step that a .ckptz file records is kept
 
 
 def test_a_series_of_numbers_is_one_of_steps(tmp_path: Path) -> None:
@@ -88,12 +88,12 @@ def test_a_series_of_numbers_is_one_of_steps(tmp_path: Path) -> None:
     reports = compress(files, tmp_path / "run", chain=True)
     assert [(report.step, report.depth) for report in reports] == [(10, 0), (990, 1), (1000, 2)]
     assert not any("given order" in note for report in reports for note in report.notes)
-    [alone] = compress(files[1])
-    assert alone.step is None, "a number may be anything, as that of a version"
+    [single] = compress(files[1])
+    assert single.step is None, "a number may be anything, as that of a version"
 
 
 @pytest.mark.parametrize("config", [library.LOSSLESS, library.KMeans(min_elements=1)], ids=lambda c: c.name)
-def test_a_chain_that_was_killed_goes_on_where_it_was(config: Any, tmp_path: Path) -> None:
+def test_a_killed_chain_resumes(config: Any, tmp_path: Path) -> None:
     sources = plain(tmp_path, (1, 2, 3))
     compress(sources, tmp_path / "whole", config=config, chain=True)
     expected = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
@@ -104,19 +104,19 @@ def test_a_chain_that_was_killed_goes_on_where_it_was(config: Any, tmp_path: Pat
     assert [Path(report.output).name for report in reports] == ["step-2.ckptz", "step-3.ckptz"]
     assert {path.name: path.read_bytes() for path in cut.iterdir()} == expected
     assert compress(sources, cut, config=config, chain=True, resume=True) == ()
-    done = ckptz("compress", *sources, "--chain", "--resume", "-o", cut)
-    assert "3 of 3 outputs existed and were kept" in done.stderr
+    result = ckptz("compress", *sources, "--chain", "--resume", "-o", cut)
+    assert "3 of 3 outputs existed and were kept" in result.stderr
 
 
-def test_nobody_goes_on_after_outputs_of_something_else(tmp_path: Path) -> None:
+def test_a_chain_does_not_resume_over_outputs_of_other_inputs(tmp_path: Path) -> None:
     first, second = plain(tmp_path, (1, 2))
-    made = tmp_path / "step-1.ckptz"
-    compress(first, made)
+    output = tmp_path / "step-1.ckptz"
+    compress(first, output)
     os.utime(first, (2**32, 2**32))
     with pytest.raises(ConfigError, match=r"step-1\.ckptz: was not made from .*1\.safetensors"):
-        compress(first, made, resume=True)
+        compress(first, output, resume=True)
     with pytest.raises(ConfigError, match="leave out force"):
-        compress(second, made, resume=True, force=True)
+        compress(second, output, resume=True, force=True)
 
 
 def test_files_that_record_no_step_have_that_of_their_name(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_what_has_no_step_or_cannot_be_read_stays(run: Path) -> None:
 # --- folders of the Trainer and Lightning -----------------------------------------------------------
 
 
-def linked(folder: Path, place: Callable[[int], Path]) -> list[Path]:
+def linked(folder: Path, path_of_step: Callable[[int], Path]) -> list[Path]:
     """Write a chain as the adapters do: deltas of the previous file, which is linked next to each."""
     import torch
 
@@ -221,7 +221,7 @@ def linked(folder: Path, place: Callable[[int], Path]) -> list[Path]:
     chain, paths = Chain(), []
     weights = torch.linspace(-1, 1, 4000)
     for step in STEPS:
-        paths.append(folder / place(step))
+        paths.append(folder / path_of_step(step))
         chain.write(paths[-1], job_of({"model": weights + step * 1e-5, "step": step}))
     return paths
 
@@ -286,7 +286,7 @@ def test_torch_files_beside_are_no_checkpoints_of_ours(tmp_path: Path) -> None:
 # --- one step ---------------------------------------------------------------------------------------
 
 
-def test_a_step_of_packed_folders_comes_back_as_a_folder(tmp_path: Path) -> None:
+def test_a_step_of_packed_folders_is_restored_as_a_folder(tmp_path: Path) -> None:
     folders = []
     for step in (60, 120):
         folders.append(tmp_path / f"checkpoint-{step}")
@@ -302,12 +302,12 @@ def test_a_step_of_packed_folders_comes_back_as_a_folder(tmp_path: Path) -> None
 
 def test_of_several_files_of_a_step_the_one_that_stands_alone_is_taken(run: Path, tmp_path: Path) -> None:
     ckptz("rebase", run / "step-10.ckptz", "-o", run / "alone.ckptz")
-    done = ckptz("restore", f"{run}@10", "-o", tmp_path / "out.safetensors", "--json").json
-    assert Path(done["input"]).name == "alone.ckptz"
+    report = ckptz("restore", f"{run}@10", "-o", tmp_path / "out.safetensors", "--json").json
+    assert Path(report["input"]).name == "alone.ckptz"
     assert content_of(tmp_path / "out.safetensors") == content_of(run / "step-10.ckptz")
 
 
-def test_the_weights_of_a_lossy_step_come_back_exact_under_its_name(tmp_path: Path) -> None:
+def test_the_exact_weights_of_a_lossy_step_are_restored_by_its_name(tmp_path: Path) -> None:
     from ckptz.integrations.linked import Chain, ChainOptions, job_of
 
     folder = tmp_path / "checkpoint-7"
@@ -316,8 +316,8 @@ def test_the_weights_of_a_lossy_step_come_back_exact_under_its_name(tmp_path: Pa
     for name in ("model", "state"):
         chain = Chain(ChainOptions(config=library.KMeans(levels=4, min_elements=1)))
         chain.write(folder / f"{name}.ckptz", job_of(weights, 7))
-    done = ckptz("restore", f"{tmp_path}@7", "--to", "safetensors", "-o", f"{tmp_path}/back/")
-    assert "the output has only the weights; other files of the step: state.ckptz" in done.stderr
+    result = ckptz("restore", f"{tmp_path}@7", "--to", "safetensors", "-o", f"{tmp_path}/back/")
+    assert "the output has only the weights; other files of the step: state.ckptz" in result.stderr
     [(_, (_, _, data))] = content_of(tmp_path / "back" / "model.safetensors")[0]
     assert data == weights["w"].tobytes()
 

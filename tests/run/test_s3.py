@@ -55,7 +55,7 @@ def folder(request: pytest.FixtureRequest) -> str:
     return f"s3://runs/{request.node.name}"
 
 
-def test_a_chain_goes_there_and_comes_back(
+def test_a_chain_is_written_to_a_bucket_and_restored(
     server: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -77,10 +77,10 @@ def test_a_chain_goes_there_and_comes_back(
 
 
 @pytest.mark.usefixtures("store")
-def test_a_lossy_chain_and_a_folder_go_there(folder: str, tmp_path: Path) -> None:
+def test_a_lossy_chain_and_a_folder_are_written_to_a_bucket(folder: str, tmp_path: Path) -> None:
     steps = [write_plain(tmp_path / f"s-{i}.safetensors", a_state(drift=0.1 * i, n=9000)) for i in range(3)]
-    for place in (f"{folder}/", tmp_path / "run"):
-        ckptz("compress", *steps, "--chain", "--method", "kmeans", "-o", place)
+    for output in (f"{folder}/", tmp_path / "run"):
+        ckptz("compress", *steps, "--chain", "--method", "kmeans", "-o", output)
     for i in range(3):
         ckptz("restore", f"{folder}/s-{i}.ckptz", "-o", tmp_path / "there.safetensors", "-f")
         ckptz("restore", tmp_path / f"run/s-{i}.ckptz", "-o", tmp_path / "here.safetensors", "-f")
@@ -95,7 +95,7 @@ def test_a_lossy_chain_and_a_folder_go_there(folder: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("store")
-def test_a_run_killed_on_its_way_there_goes_on(folder: str, tmp_path: Path) -> None:
+def test_a_killed_chain_resumes_in_a_bucket(folder: str, tmp_path: Path) -> None:
     plain = [write_plain(tmp_path / f"step-{i}.safetensors", a_state(drift=0.001 * i)) for i in range(3)]
     ckptz("compress", *plain[:2], "--chain", "-o", f"{folder}/")
     run = ckptz("compress", *plain, "--chain", "--resume", "-o", f"{folder}/")
@@ -104,7 +104,7 @@ def test_a_run_killed_on_its_way_there_goes_on(folder: str, tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("store")
-def test_a_training_run_resumes_from_there(folder: str) -> None:
+def test_a_training_run_resumes_from_a_bucket(folder: str) -> None:
     expected, losses = Run().losses(3), []
     run = Run()
     with run.checkpointer(folder, background=False) as checkpointer:
@@ -121,7 +121,7 @@ class Lost(OSError):
 
 
 @pytest.mark.usefixtures("store")
-def test_a_training_run_whose_responses_are_lost_resumes_from_there(
+def test_a_training_run_whose_responses_are_lost_resumes_from_a_bucket(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent, real = list[str](), s3fs.S3FileSystem._put_file
@@ -191,7 +191,7 @@ def test_an_upload_is_tried_again_and_never_taken_for_an_older_file(
 
 
 @pytest.mark.usefixtures("store")
-def test_a_bucket_that_is_not_there_is_not_made(tmp_path: Path) -> None:
+def test_a_missing_bucket_is_not_created(tmp_path: Path) -> None:
     plain = write_plain(tmp_path / "a.safetensors", a_state(n=100))
     run = ckptz("compress", plain, "-o", "s3://misspelt/a.ckptz", fails=True)
     assert run.exit_code in (5, 7)

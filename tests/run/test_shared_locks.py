@@ -59,9 +59,9 @@ def test_where_there_is_no_flock_there_is_a_lease(
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     monkeypatch.setattr(lock, "SETTLE_SECONDS", 0.0)
-    made = acquire(LocalFolder(tmp_path), tmp_path)
-    assert isinstance(made, Lease)
-    made.release()
+    lease = acquire(LocalFolder(tmp_path), tmp_path)
+    assert isinstance(lease, Lease)
+    lease.release()
 
 
 @pytest.mark.parametrize(
@@ -189,9 +189,9 @@ def test_a_save_that_fails_says_what_helps(
 # --- locks that were not released -----------------------------------------------------------------
 
 
-def in_a_cycle(made: Any) -> None:
+def in_a_cycle(value: Any) -> None:
     """Keep an object alive only by a reference cycle, as the frame of an error may."""
-    cycle: list[Any] = [made]
+    cycle: list[Any] = [value]
     cycle.append(cycle)
 
 

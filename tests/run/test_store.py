@@ -83,15 +83,15 @@ def test_a_step_is_there_when_its_weights_are() -> None:
         (KeepRules(last=1, best=1, lower_is_better=False), {4, 6}),
     ],
 )
-def test_rules_name_what_stays(rules: KeepRules, kept: set[int]) -> None:
+def test_keep_rules_select_the_steps_to_keep(rules: KeepRules, kept: set[int]) -> None:
     metrics = {1: float("nan"), 2: 0.5, 3: 0.25, 4: 0.75}
     assert rules.kept(range(1, 7), metrics) == kept
 
 
-@pytest.mark.parametrize("wrong", [{"last": 0}, {"every": 0}, {"best": -1}, {"exact": -1}])
-def test_rules_that_mean_nothing_are_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(wrong))):
-        KeepPolicy(**wrong)
+@pytest.mark.parametrize("rules", [{"last": 0}, {"every": 0}, {"best": -1}, {"exact": -1}])
+def test_keep_rules_out_of_range_are_refused(rules: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(rules))):
+        KeepPolicy(**rules)
 
 
 def test_rules_of_the_command_line() -> None:
@@ -153,9 +153,9 @@ def test_a_step_may_be_a_whole_number_of_any_library(tmp_path: Path, kind: Any) 
         ck.save(kind(1))
         assert ck.maybe_save(kind(2))
         assert ck.steps() == (1, 2)
-        for wrong in (None, 3.0, "3", -1, 1 << 63):
+        for invalid in (None, 3.0, "3", -1, 1 << 63):
             with pytest.raises(ConfigError, match="a step is a whole number"):
-                ck.save(wrong)
+                ck.save(invalid)
     assert Publisher(tmp_path / "weights").publish({"w": torch.ones(2)}, kind(3)).step == 3
 
 
@@ -235,9 +235,9 @@ def test_the_newest_stays_under_every_rule(data: st.DataObject) -> None:
         every=st.none() | st.integers(1, 4),
         best=st.integers(0, 2),
     )
-    alone, exact = data.draw(st.none() | rules), data.draw(st.none() | st.integers(0, 2))
+    weights_rules, exact = data.draw(st.none() | rules), data.draw(st.none() | st.integers(0, 2))
     step_rules = {key: getattr(data.draw(rules), key) for key in ("last", "every", "best")}
-    policy = KeepPolicy(**step_rules, weights=alone, exact=exact)
+    policy = KeepPolicy(**step_rules, weights=weights_rules, exact=exact)
     files = {StepFile(step, "weights") for step in weights} | {StepFile(step, "state") for step in states}
     listing = Listing(dict.fromkeys(files, 1), frozenset(), ())
     facts = {file: FileFacts(file.name, None, file.step, {}, 0, 1) for file in files}
@@ -249,7 +249,7 @@ def test_the_newest_stays_under_every_rule(data: st.DataObject) -> None:
     newest = {*listing.full_steps[-1:]}
     assert {StepFile(step, kind) for step in newest for kind in FILE_KINDS} <= kept
     assert {StepFile(step, "weights") for step in listing.weights_steps[-1:]} <= kept
-    if policy.last is None and alone is None:
+    if policy.last is None and weights_rules is None:
         assert kept >= files
 
 
@@ -371,33 +371,33 @@ def test_a_lock_that_somebody_removes_is_taken_again_or_noticed(tmp_path: Path, 
 
 
 def test_a_lease_that_is_renewed_is_respected_and_a_stale_one_is_taken(tmp_path: Path) -> None:
-    place = LocalFolder(tmp_path)
-    lease = Lease(place, beat=0.05, stale=60)
+    folder = LocalFolder(tmp_path)
+    lease = Lease(folder, beat=0.05, stale=60)
     with pytest.raises(ConfigError, match=r"process .* is writing here already"):
-        Lease(place, beat=0.05, stale=60)  # as soon as it is renewed
+        Lease(folder, beat=0.05, stale=60)  # as soon as it is renewed
     lease.check()
     lease.release()
     assert not names_in(tmp_path)
     elsewhere = Holder("0123", 1, "another machine", 0.0)
     (tmp_path / ".ckptz-lease").write_bytes(elsewhere.pack())
-    Lease(place, beat=0.05, stale=0.2).release()
+    Lease(folder, beat=0.05, stale=0.2).release()
 
 
 def test_a_lease_of_a_dead_process_is_taken_at_once(tmp_path: Path) -> None:
-    done = subprocess.Popen([sys.executable, "-c", ""])
-    done.wait()
-    (tmp_path / ".ckptz-lease").write_bytes(Holder("0", done.pid, Holder.this_process().host, 0.0).pack())
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    (tmp_path / ".ckptz-lease").write_bytes(Holder("0", process.pid, Holder.this_process().host, 0.0).pack())
     start = time.monotonic()
     Lease(LocalFolder(tmp_path), beat=0.05, stale=90).release()
     assert time.monotonic() - start < 60
 
 
-def test_half_of_a_lease_may_be_of_one_who_holds_it(tmp_path: Path) -> None:
-    place, path = LocalFolder(tmp_path), tmp_path / ".ckptz-lease"
+def test_an_incomplete_lease_is_respected_until_it_is_stale(tmp_path: Path) -> None:
+    folder, path = LocalFolder(tmp_path), tmp_path / ".ckptz-lease"
     for text in (b"", b'{"pid": 1}'):
         path.write_bytes(text)
         start = time.monotonic()
-        Lease(place, beat=0.05, stale=0.5).release()
+        Lease(folder, beat=0.05, stale=0.5).release()
         assert time.monotonic() - start > 0.5
 
     class CutOff(Lease):
@@ -407,9 +407,9 @@ def test_half_of_a_lease_may_be_of_one_who_holds_it(tmp_path: Path) -> None:
             text, self.is_first = super()._read(), not self.is_first
             return text if text is None or self.is_first else text[:-9]
 
-    lease = Lease(place, beat=0.05, stale=60)
+    lease = Lease(folder, beat=0.05, stale=60)
     with pytest.raises(ConfigError, match="is writing here already"):
-        CutOff(place, beat=0.05, stale=60)
+        CutOff(folder, beat=0.05, stale=60)
     lease.check()
     lease.release()
 
@@ -475,8 +475,8 @@ def test_half_written_files_are_removed_by_the_next_writer_and_nobody_elses(tmp_
 @pytest.mark.usefixtures("deltas_at_any_cost")
 def test_verify_checks_every_file_of_a_folder_and_that_pairs_match(tmp_path: Path) -> None:
     saved_run(tmp_path, 3, keep=KEEP_TWO)
-    done = ckptz("verify", tmp_path)
-    assert done.stdout.count(": ok") == 6
+    result = ckptz("verify", tmp_path)
+    assert result.stdout.count(": ok") == 6
     (tmp_path / f".step-00{TEMPORARY_SUFFIX}").touch()
     assert "unfinished files" in ckptz("verify", tmp_path).stderr
     other, run = tmp_path.with_name("other"), Run(seed=8)

@@ -188,7 +188,7 @@ def test_an_upload_that_was_cut_off_is_no_step(url: str) -> None:
     assert loss_after(url) == (3, expected[3])
 
 
-def test_two_writers_are_told_apart(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_writer_is_refused(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "acquire", None)  # by name below, with short waits
     store = StepStore(url)
     first = lock.Lease(store._place, beat=0.05, stale=60)
@@ -229,7 +229,7 @@ def test_an_exact_head_is_uploaded_before_its_weights_and_comes_back(
     assert loss_after(url) == (4, expected[4])
 
 
-def test_a_head_that_was_cut_off_is_told_of(url: str) -> None:
+def test_truncated_residuals_cause_a_warning(url: str) -> None:
     save_steps(url, 1, 1, config=GRID)
     for kind in ("weights", "state"):
         [file] = (file for file in sizes(url) if file.is_residual and file.kind == kind)
@@ -252,10 +252,10 @@ def fail_reads(patch: pytest.MonkeyPatch, name: str, error: Exception) -> None:
     for method in ("read_range", "open"):
         real = getattr(storage.UploadFolder, method)
 
-        def read(self: Any, asked: str, *args: Any, real: Any = real) -> Any:
-            if asked == name:
+        def read(self: Any, requested: str, *args: Any, real: Any = real) -> Any:
+            if requested == name:
                 raise error
-            return real(self, asked, *args)
+            return real(self, requested, *args)
 
         patch.setattr(storage.UploadFolder, method, read)
 

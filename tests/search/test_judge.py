@@ -487,7 +487,7 @@ KNOB = MultiplierSearch(space=GRID, template=Grid(moments=None), start=0.8, is_s
 
 
 @pytest.mark.parametrize(
-    ("broken", "again"),
+    ("broken", "is_repeated"),
     [
         ([(1.4, 0.7)], True),
         ([(1.4, 0.7), (2.1, 0.6)], True),
@@ -499,11 +499,11 @@ KNOB = MultiplierSearch(space=GRID, template=Grid(moments=None), start=0.8, is_s
 )
 @pytest.mark.parametrize("strategy", [NEAR, KNOB], ids=["neighbourhood", "multiplier"])
 def test_stochastic_rounding_is_repeated_if_only_the_mean_exceeded_its_limit(
-    strategy: Any, broken: list[tuple[float, float]], again: bool
+    strategy: Any, broken: list[tuple[float, float]], is_repeated: bool
 ) -> None:
     first = strategy.propose([])
     history = [Outcome(first, used, 9, used_by_examples) for used, used_by_examples in broken]
-    assert (strategy.propose(history) == first) == again
+    assert (strategy.propose(history) == first) == is_repeated
     deterministic = replace(strategy, **{"tries_parent" if strategy is NEAR else "is_stochastic": False})
     assert deterministic.propose(history) != first
 

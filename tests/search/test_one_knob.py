@@ -259,10 +259,10 @@ def test_a_search_is_for_grid_and_its_report_replays_it(folder: Path) -> None:
     ckptz("compress", source, "-o", folder / "b.ckptz", "--config", plan)
     a, b = (load_file(folder / f"{name}.ckptz") for name in "ab")
     assert all(torch.equal(a[name], b[name]) for name in a)
-    (again,) = ckptz("compress", source, "-o", folder / "c.ckptz", "--config", plan, *budget, "--json").json[
-        "files"
-    ]
-    assert len(again["search"]["trials"]) == 1
+    (replayed,) = ckptz(
+        "compress", source, "-o", folder / "c.ckptz", "--config", plan, *budget, "--json"
+    ).json["files"]
+    assert len(replayed["search"]["trials"]) == 1
     line = ckptz("compress", source, "-o", folder / "d.ckptz", *budget, "-v", "--config", plan).stderr
     assert f"tried step {file['search']['config']['step']:g}" in line
 

@@ -367,11 +367,11 @@ def test_the_command_keeps_several_budgets(folder: Path) -> None:
     evals = ("--eval", "{f}:logits", "--eval", "{f}:loss", "--eval", "resume={f}:resume")
     texts = ("kl<=5e-3", "top1>=0.9", "loss<=5%", "resume <= 5%")
     budgets = [word for text in texts for word in ("--budget", text)]
-    shown = run(folder, *evals, *budgets, "--set", "search.resume_steps=4", "--json")
-    (tried, *_) = (line for line in shown.stderr.splitlines() if line.startswith("ckptz: tried "))
+    result = run(folder, *evals, *budgets, "--set", "search.resume_steps=4", "--json")
+    (tried, *_) = (line for line in result.stderr.splitlines() if line.startswith("ckptz: tried "))
     for metric in ("kl", "top1", "loss", "resume"):
         assert re.search(rf"\b{metric} \d", tried)
-    (report,) = shown.json["files"]
+    (report,) = result.json["files"]
     records = report["search"]["quality"]
     assert [record["metric"] for record in records] == ["kl", "top1", "loss", "resume", "steps_lost"]
     assert [record["promise"] for record in records] == ["quality-drop"] * 3 + ["resume-gap"] * 2

@@ -405,8 +405,8 @@ def test_the_report_of_a_search_replays_it_without_its_evaluation(folder: Path) 
     ckptz("compress", source, "-o", folder / "b.ckptz", "--config", plan)
     a, b = (load_file(folder / f"{name}.ckptz") for name in "ab")
     assert all(torch.equal(a[name], b[name]) for name in a)
-    again = ckptz("compress", source, "-o", folder / "c.ckptz", "--config", plan, *budget, "--json")
-    assert again.json["files"][0]["search"]["strategy"] == "neighbourhood"
+    replayed = ckptz("compress", source, "-o", folder / "c.ckptz", "--config", plan, *budget, "--json")
+    assert replayed.json["files"][0]["search"]["strategy"] == "neighbourhood"
 
 
 def test_each_trial_is_printed_on_a_line(folder: Path) -> None:

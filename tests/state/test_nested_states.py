@@ -19,7 +19,7 @@ from tests.support.tree_support import assert_same_state  # noqa: E402
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_the_states_of_public_scripts_come_back(name: str, tmp_path: Path) -> None:
+def test_the_states_of_public_scripts_are_restored(name: str, tmp_path: Path) -> None:
     state = STATES[name]()
     save_state(state, tmp_path / "state.ckptz", jobs=1)
     loaded = load_state(tmp_path / "state.ckptz", jobs=1)

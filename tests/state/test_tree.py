@@ -72,7 +72,7 @@ def through_json(value: Any) -> Any:
 
 
 @given(values)
-def test_a_value_comes_back_with_its_types_order_and_bits(value: Any) -> None:
+def test_a_value_is_restored_with_its_types_order_and_bits(value: Any) -> None:
     assert_same_state(through_json(value), value)
 
 
@@ -177,7 +177,7 @@ CORRUPT_NODES: list[Any] = [
 
 
 @pytest.mark.parametrize("node", CORRUPT_NODES, ids=lambda node: re.sub(r"\W+", "-", ascii(node)))
-def test_what_the_grammar_does_not_know_is_corrupt(node: Any) -> None:
+def test_trees_outside_the_grammar_are_corrupt(node: Any) -> None:
     """Cases that `spec_cases_tree.py` lacks."""
     with pytest.raises(CorruptionError, match=r"^tree: "):
         parse_tree(wrapped({"dict": [["k", node]]}))

@@ -78,8 +78,8 @@ def check_folder(state: dict[Any, Any], folder: Path) -> None:
     for i, file in enumerate(FILES):
         torch.save(dict(items[i::2]), hub / file)
     if all(type(key) is str for key in state):
-        places = {key: FILES[i % 2] for i, key in enumerate(state)}
-        (hub / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": places}))
+        weight_map = {key: FILES[i % 2] for i, key in enumerate(state)}
+        (hub / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
     compress(hub, folder / "packed")
     restore(folder / "packed" / "pytorch_model.ckptz", folder / "restored")
     for file in FILES:
@@ -87,7 +87,7 @@ def check_folder(state: dict[Any, Any], folder: Path) -> None:
 
 
 @pytest.mark.parametrize("how", [QUICK, pytest.param(LONG, marks=pytest.mark.slow)], ids=["50", "10,000"])
-def test_every_state_that_can_be_kept_comes_back(how: settings) -> None:
+def test_every_supported_state_is_restored(how: settings) -> None:
     @how
     @given(kept_states(), st.booleans())
     def check(drawn: Drawn, as_folder: bool) -> None:
@@ -114,7 +114,7 @@ def check_shared(drawn: Drawn) -> None:
 
 
 @pytest.mark.parametrize("n", [40, pytest.param(2000, marks=pytest.mark.slow)])
-def test_memory_of_several_types_comes_back_or_is_refused(n: int) -> None:
+def test_memory_of_several_dtypes_is_restored_or_refused(n: int) -> None:
     settings(QUICK, max_examples=n)(given(kept_states(mixed=True))(check_shared))()
 
 
@@ -185,7 +185,7 @@ def bare(value: Any) -> Any:
 
 @settings(QUICK, max_examples=40)
 @given(dcp_states())
-def test_folders_of_torch_distributed_come_back_as_torch_reads_them(drawn: Drawn) -> None:
+def test_folders_of_torch_distributed_are_restored_as_torch_reads_them(drawn: Drawn) -> None:
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the warning about a single process
         source, read = Path(folder) / "in", Path(folder) / "read.pt"

@@ -14,8 +14,8 @@ INDEX = "model.safetensors.index.json"
 HOSTILE_NAMES = ["../x", "/etc/x", "a/b", "a\\b", "..", ".", "", "a\nb", "a\x00b", "C:x", "\ud800", "x" * 256]
 
 
-def index_text(places: Mapping[str, Any]) -> str:
-    return json.dumps({"metadata": {"total_size": 88}, "weight_map": places}, indent=2) + "\n"
+def index_text(weight_map: Mapping[str, Any]) -> str:
+    return json.dumps({"metadata": {"total_size": 88}, "weight_map": weight_map}, indent=2) + "\n"
 
 
 def sharded_folder(root: Path) -> Path:
@@ -26,8 +26,8 @@ def sharded_folder(root: Path) -> Path:
     second = {"c": generator.normal(size=7).astype("f2")}
     save_file(first, root / FIRST, {"format": "pt"})
     save_file(second, root / SECOND, {"format": "pt"})
-    places = dict.fromkeys(first, FIRST) | dict.fromkeys(second, SECOND)
-    (root / INDEX).write_bytes(index_text(places).replace("\n", "\r\n").encode())
+    weight_map = dict.fromkeys(first, FIRST) | dict.fromkeys(second, SECOND)
+    (root / INDEX).write_bytes(index_text(weight_map).replace("\n", "\r\n").encode())
     (root / "config.json").write_text("{}")
     (root / ".gitattributes").write_text("*.safetensors lfs")
     (root / "1_Pooling" / "config.json").write_text('{"mean": true}')

@@ -81,10 +81,10 @@ def factors(n_forks: int) -> None:
 
     expected = low_rank(source, None, 3.0)
     forks_while(work, n_forks)
-    again = low_rank(source, None, 3.0)
+    actual = low_rank(source, None, 3.0)
     assert expected is not None
-    assert again is not None
-    assert (expected.scales == again.scales).all()
+    assert actual is not None
+    assert (expected.scales == actual.scales).all()
 
 
 def pools(n_forks: int) -> None:
@@ -144,12 +144,12 @@ def loader(n_forks: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    what, n, where = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+    case, n, where = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
     go_on()
-    if what in ("factors", "pools"):
-        {"factors": factors, "pools": pools}[what](n)
+    if case in ("factors", "pools"):
+        {"factors": factors, "pools": pools}[case](n)
     else:
-        {"saves": saves, "loader": loader}[what](n, where)
+        {"saves": saves, "loader": loader}[case](n, where)
     faulthandler.cancel_dump_traceback_later()
     print("went on")

@@ -159,8 +159,8 @@ def _sum_of_terms(outer: LowRank, i: int) -> int:
     levels = outer.stored.codes(outer.n_elements).view(np.int8).reshape(len(outer.scales), -1)
     total = np.zeros(1, np.uint32)
     for scale, term in zip(outer.scales, levels, strict=True):
-        places = i // outer.n_columns, outer.n_rows + i % outer.n_columns
-        a, b = (term[[at]].astype(np.float64) for at in places)
+        indices = i // outer.n_columns, outer.n_rows + i % outer.n_columns
+        a, b = (term[[at]].astype(np.float64) for at in indices)
         row = reference.round_f64(reference.widen_f64(scale[None]) * a)
         product = reference.round_f64(reference.widen_f64(row) * b)
         total = reference.round_f64(reference.widen_f64(total) + reference.widen_f64(product))

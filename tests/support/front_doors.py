@@ -254,8 +254,8 @@ def dcp_door(config: Any = ckptz.LOSSLESS) -> Door:
         return [step for step in numbers if (folder / f"step-{step}" / "ckptz-index.json").exists()]
 
     def save(folder: Path, n_saves: int, report: Report) -> None:
-        place = latest(folder)
-        newest = 0 if place is None else int(place.name.partition("-")[2])
+        newest_folder = latest(folder)
+        newest = 0 if newest_folder is None else int(newest_folder.name.partition("-")[2])
         options = ChainOptions(config=config, full_every=3, jobs=1)
         writer = CkptzStorageWriter(options=options, keep_last=2)
         for step in range(newest + 1, newest + n_saves + 1):

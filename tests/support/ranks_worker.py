@@ -66,8 +66,8 @@ def all_tensors(step: int = 0) -> dict[str, torch.Tensor]:
 def sharded(state: dict[str, torch.Tensor], n_ranks: int) -> dict[str, Any]:
     """Return the state as DTensors, sharded by rows or columns, some unevenly."""
     mesh = init_device_mesh("cpu", (n_ranks,))
-    places = {"narrow": Shard(1)}
-    return {name: distribute_tensor(t, mesh, [places.get(name, Shard(0))]) for name, t in state.items()}
+    placements = {"narrow": Shard(1)}
+    return {name: distribute_tensor(t, mesh, [placements.get(name, Shard(0))]) for name, t in state.items()}
 
 
 def full(state: dict[str, Any]) -> dict[str, torch.Tensor]:

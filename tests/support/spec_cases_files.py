@@ -68,9 +68,9 @@ def swapped() -> File:
     """Build a file with a frame after the index."""
     data = File().packed_index()
     n, m = len(Frame().bytes), len(data)
-    places = {"w": (m, m + n), "__ckptz__.index": (0, m)}
+    offsets = {"w": (m, m + n), "__ckptz__.index": (0, m)}
     return File(
-        header={k: {"dtype": "U8", "shape": [e - b], "data_offsets": [b, e]} for k, (b, e) in places.items()}
+        header={k: {"dtype": "U8", "shape": [e - b], "data_offsets": [b, e]} for k, (b, e) in offsets.items()}
     )
 
 

@@ -5,9 +5,9 @@ from typing import Any
 from tests.support.spec_files import File, Frame, Input
 
 
-def tree(root: Any, storages: Any = (), names: tuple[str, ...] = ("w",), **more: Any) -> File:
+def tree(root: Any, storages: Any = (), names: tuple[str, ...] = ("w",), **fields: Any) -> File:
     """Build a file of tensors of four bytes with a tree."""
-    index = {"tree": {"root": root, "storages": storages, **more}}
+    index = {"tree": {"root": root, "storages": storages, **fields}}
     return File({name: Frame() for name in names}, index=index)
 
 

@@ -55,9 +55,9 @@ def moved(state: State, seed: int, share: float = 0.02) -> State:
         if name == "frozen" or not tensor.numel():
             continue
         patterns = bits(tensor).numpy().reshape(tensor.numel(), -1)
-        places = np.flatnonzero(rng.random(len(patterns)) < share)
+        positions = np.flatnonzero(rng.random(len(patterns)) < share)
         flipped = 1 if tensor.dtype == torch.bool else 1 << rng.integers(0, 3)
-        patterns[places, 0] ^= np.uint8(flipped)
+        patterns[positions, 0] ^= np.uint8(flipped)
         out[name] = torch.from_numpy(patterns).reshape(-1).view(tensor.dtype).reshape(tensor.shape)
     return out
 

@@ -41,9 +41,9 @@ class UntypedPickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if type(value) is not torch.Tensor:
             return NotImplemented
-        place = (value.storage_offset(), tuple(value.shape), value.stride(), False)
+        layout = (value.storage_offset(), tuple(value.shape), value.stride(), False)
         rebuild = torch._utils._rebuild_tensor_v3  # torch has no public name
-        return rebuild, (value.untyped_storage(), *place, OrderedDict(), value.dtype, {})
+        return rebuild, (value.untyped_storage(), *layout, OrderedDict(), value.dtype, {})
 
 
 def save_untyped(state: Any, path: Path) -> None:
@@ -241,8 +241,11 @@ def form(value: Any, tensors_seen: list[Any]) -> Any:
         return kind, form(vars(value), tensors_seen)
     if isinstance(value, dict):
         items = [(form(key, tensors_seen), form(item, tensors_seen)) for key, item in value.items()]
-        more = getattr(value, "default_factory", None), form(getattr(value, "__dict__", None), tensors_seen)
-        return kind, items, more
+        attributes = (
+            getattr(value, "default_factory", None),
+            form(getattr(value, "__dict__", None), tensors_seen),
+        )
+        return kind, items, attributes
     if kind in (list, tuple):
         return kind, [form(item, tensors_seen) for item in value]
     return kind, struct.pack("<d", value) if isinstance(value, float) else value
@@ -263,9 +266,9 @@ def reach(tensor: Any) -> tuple[int, int]:
 
 def overlaps(tensors: list[Any]) -> Iterator[tuple[int, int, int]]:
     """Yield (number, number, distance of their first bytes) of all pairs of tensors whose memory overlaps."""
-    places = [reach(tensor) for tensor in tensors]
-    for i, (begin, end) in enumerate(places):
-        for j, (other, last) in enumerate(places[:i]):
+    ranges = [reach(tensor) for tensor in tensors]
+    for i, (begin, end) in enumerate(ranges):
+        for j, (other, last) in enumerate(ranges[:i]):
             if max(begin, other) < min(end, last):
                 yield i, j, begin - other
 

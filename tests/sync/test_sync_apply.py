@@ -65,7 +65,7 @@ def test_a_delta_of_dense_frames_is_applied_too(tmp_path: Path) -> None:
     assert same(first, second)
 
 
-def test_tensors_that_the_delta_does_not_hold_are_left_alone(tmp_path: Path) -> None:
+def test_tensors_that_are_not_in_the_delta_do_not_change(tmp_path: Path) -> None:
     live, second, delta = a_pair(tmp_path)
     live["extra"] = torch.ones(3)
     apply_(live, delta)

@@ -48,12 +48,12 @@ def test_files_are_ordinary_checkpoints(tmp_path: Path) -> None:
     state = a_state()
     publisher = Publisher(tmp_path)
     publisher.publish(state, 4, metadata={"format": "pt"})
-    done = publisher.publish(state, metadata={"format": "pt"})
-    assert done.step == 5
-    with ckptz.safe_open(tmp_path / done.files[0], "pt") as file:
+    report = publisher.publish(state, metadata={"format": "pt"})
+    assert report.step == 5
+    with ckptz.safe_open(tmp_path / report.files[0], "pt") as file:
         assert file.metadata() == {"format": "pt"}
         assert same(file.get_tensors(), state)
-    assert done.n_bytes == (tmp_path / done.files[0]).stat().st_size
+    assert report.n_bytes == (tmp_path / report.files[0]).stat().st_size
 
 
 def test_tensors_may_come_and_go_and_change_their_shape(tmp_path: Path) -> None:
@@ -61,9 +61,9 @@ def test_tensors_may_come_and_go_and_change_their_shape(tmp_path: Path) -> None:
     first = {"a": torch.ones(50), "b": torch.ones(3)}
     second = {"a": torch.ones(60), "c": torch.zeros(4)}
     publisher.publish(first)
-    done = publisher.publish(second)
-    assert done.files == ("step-000001.ckptz",)
-    assert "names, dtypes or shapes changed" in done.note
+    report = publisher.publish(second)
+    assert report.files == ("step-000001.ckptz",)
+    assert "names, dtypes or shapes changed" in report.note
     live = {"a": torch.zeros(60), "c": torch.ones(4)}
     Follower(tmp_path).apply_to(live)
     assert same(live, second)
@@ -89,7 +89,7 @@ def test_the_smallest_deltas_follow_as_well(tmp_path: Path) -> None:
 # --- restarts of the publisher --------------------------------------------------------------------
 
 
-def test_a_restarted_publisher_goes_on_with_deltas(tmp_path: Path) -> None:
+def test_a_restarted_publisher_continues_with_deltas(tmp_path: Path) -> None:
     states = published(tmp_path, 4, full_every=5)
     later = Publisher(tmp_path, full_every=5)
     assert later.step is None
@@ -130,9 +130,9 @@ def test_where_the_chain_is_broken_a_full_file_follows(tmp_path: Path) -> None:
 
 
 def assert_a_full_file_follows(folder: Path, step: int, state: Any) -> None:
-    done = Publisher(folder, full_every=50).publish(state)
-    assert done.files == (f"step-{step:06d}.ckptz",)
-    assert f"step {step - 1} cannot be used as a base" in done.note
+    report = Publisher(folder, full_every=50).publish(state)
+    assert report.files == (f"step-{step:06d}.ckptz",)
+    assert f"step {step - 1} cannot be used as a base" in report.note
     live = cloned(a_state(9))
     Follower(folder).apply_to(live)
     assert same(live, state)
@@ -211,12 +211,12 @@ def test_a_url_serves_as_well_as_a_folder(url: str) -> None:
     follower.apply_to(live, step=4)
     follower.apply_to(live)
     assert same(live, states[-1])
-    again = Publisher(url, full_every=3)
-    assert again.publish(states[0]).files == ("step-000008.from-000007.ckptz",)
+    second = Publisher(url, full_every=3)
+    assert second.publish(states[0]).files == ("step-000008.from-000007.ckptz",)
     Follower(url).apply_to(live)
     assert same(live, states[0])
     with refused(ConfigError, "memory://ckptz-test/run: step 3 is not after the newest published step 8"):
-        again.publish(states[0], 3)
+        second.publish(states[0], 3)
 
 
 def test_an_upload_that_fails_publishes_nothing(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,7 +137,7 @@ QUICK = range(40)
 @pytest.mark.parametrize(
     "seed", [*QUICK, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(40, 400))]
 )
-def test_every_engine_holds_the_bits_of_the_step_it_says(tmp_path: Path, seed: int) -> None:
+def test_every_engine_has_the_bits_of_the_step_that_it_reports(tmp_path: Path, seed: int) -> None:
     world = World(tmp_path, seed)
     actions: list[tuple[Callable[[], None], int]] = [
         (world.publish, 5),

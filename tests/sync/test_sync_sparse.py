@@ -104,12 +104,14 @@ def decoded_by_planes(header: FrameHeader, chunk: EncodedChunk, base: Array) -> 
 @pytest.mark.parametrize("name", FLOATS_AND_INTEGERS)
 @given(st.data())
 @settings(max_examples=15, deadline=None)
-def test_a_sparse_chunk_decodes_alike_with_and_without_the_fast_path(name: str, data: st.DataObject) -> None:
+def test_a_sparse_chunk_decodes_equally_with_and_without_the_fast_path(
+    name: str, data: st.DataObject
+) -> None:
     pattern_type = PATTERN_TYPES[DTYPES[name].pattern_bytes]
     base = data.draw(hnp.arrays(pattern_type, st.integers(40, 700)))
     patterns = base.copy()
-    places = data.draw(st.lists(st.integers(0, len(base) - 1), max_size=len(base) // 8))
-    patterns[places] = data.draw(hnp.arrays(pattern_type, len(places)))
+    positions = data.draw(st.lists(st.integers(0, len(base) - 1), max_size=len(base) // 8))
+    patterns[positions] = data.draw(hnp.arrays(pattern_type, len(positions)))
     header, chunk = frame_of(patterns, base, name)
     changes = read_changes(header, chunk.record, payload_of(chunk), len(base))
     np.testing.assert_array_equal(changes.positions, np.flatnonzero(patterns != base))
@@ -184,7 +186,7 @@ def test_every_damaged_sparse_chunk_is_refused() -> None:
             decode_chunk(header, 0, damaged, sources_of(base), np.empty_like(base))
 
 
-def test_another_base_is_told_from_a_damaged_file() -> None:
+def test_another_base_is_distinguished_from_a_damaged_file() -> None:
     base = np.arange(4000, dtype=np.uint16)
     patterns = base.copy()
     patterns[5] = 0
@@ -205,8 +207,8 @@ def one_percent_up_or_down(weights: Array) -> Array:
     """Change a random 1 % of elements by one unit in the last place, up or down."""
     rng = np.random.default_rng(8)
     out = weights.copy()
-    places = rng.random(len(out)) < 0.01
-    out[places] += rng.choice(np.array([1, 0xFFFF], np.uint16), int(places.sum()))
+    is_changed = rng.random(len(out)) < 0.01
+    out[is_changed] += rng.choice(np.array([1, 0xFFFF], np.uint16), int(is_changed.sum()))
     return out
 
 

@@ -66,8 +66,8 @@ def models() -> dict[str, Callable[[], tuple[nn.Module, Any]]]:
         return model, [torch.optim.AdamW(model[0].parameters()), torch.optim.SGD(model[1].parameters(), 0.1)]
 
     def channels_last() -> nn.Module:
-        made = nn.Sequential(nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 3, 2), nn.Flatten(), nn.Linear(3, 4))
-        return made.to(memory_format=torch.channels_last)
+        model = nn.Sequential(nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 3, 2), nn.Flatten(), nn.Linear(3, 4))
+        return model.to(memory_format=torch.channels_last)
 
     return {
         "AdamW": lambda: with_(linear(), torch.optim.AdamW, amsgrad=True),

@@ -165,9 +165,9 @@ lost.save(2)
 
 def test_a_program_that_ends_waits_for_its_saves_and_says_what_was_lost(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert f"ckptz: {tmp_path}/lost: step 2 was lost: division by zero" in done.stderr
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    assert f"ckptz: {tmp_path}/lost: step 2 was lost: division by zero" in process.stderr
     for name, width in (("lost", 64), ("whole", 900), ("daemon", 900)):
         torch.manual_seed(0)
         expected, restored = torch.nn.Linear(width, width), torch.nn.Linear(width, width)

@@ -397,10 +397,10 @@ def test_a_calibration_of_another_model_is_an_error_that_names_the_tensor(
         checkpointer.save(1)
 
 
-def test_calibrations_that_hold_nothing_are_refused(tmp_path: Path) -> None:
+def test_calibrations_without_content_are_refused(tmp_path: Path) -> None:
     run = Training()
-    wrong = (Calibration(run.model), lambda: None, tmp_path / "missing")
-    for invalid, error in zip(wrong, (CalibrationError, ConfigError, FileNotFoundError), strict=True):
+    calibrations = (Calibration(run.model), lambda: None, tmp_path / "missing")
+    for invalid, error in zip(calibrations, (CalibrationError, ConfigError, FileNotFoundError), strict=True):
         checkpointer = run.checkpointer(tmp_path, config=Grid(), calibration=invalid)
         with checkpointer, pytest.raises(error):
             checkpointer.save(1)

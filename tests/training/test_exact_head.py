@@ -163,7 +163,7 @@ def test_the_longest_chain_takes_no_file_more(tmp_path: Path) -> None:
     assert not paths[-1].exists()
 
 
-def test_what_loses_nothing_has_no_residual(tmp_path: Path) -> None:
+def test_lossless_files_have_no_residual(tmp_path: Path) -> None:
     saved_run(tmp_path / "lossless", 2)
     budget = Budget(lambda state: 1 + float(state["0.weight"].abs().sum()), 0.0)
     saved_run(tmp_path / "budget", 2, budget=budget)
@@ -180,12 +180,12 @@ def test_a_report_says_what_the_head_takes_and_a_state_that_loses_nothing_needs_
         both = checkpointer.wait()
     with Checkpointer(tmp_path / "weights", model, config=KMeans(levels=16)) as checkpointer:
         checkpointer.save(1)
-        alone, weight = checkpointer.wait(), model.weight.detach().clone()
+        weights_only, weight = checkpointer.wait(), model.weight.detach().clone()
         torch.nn.init.zeros_(model.weight)
         checkpointer.restore(1)
     assert residuals(tmp_path / "weights") == {"step-00000001.exact.ckptz"}
     assert model.weight.equal(weight)
-    for report, folder in ((both, tmp_path / "both"), (alone, tmp_path / "weights")):
+    for report, folder in ((both, tmp_path / "both"), (weights_only, tmp_path / "weights")):
         sizes = {path.name: path.stat().st_size for path in folder.glob("step*")}
         assert report.stored_bytes == sum(sizes.values())
         assert report.exact_bytes == sum(size for name, size in sizes.items() if ".exact-" in name) > 0
@@ -217,19 +217,19 @@ def empty(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(HEAD))
-@pytest.mark.parametrize("wrong", [flip, cut, empty, Path.unlink, of_another_step, of_another_run])
-def test_a_residual_that_is_not_right_makes_the_whole_step_lossy(
-    folder: Path, name: str, wrong: Callable[[Path], None]
+@pytest.mark.parametrize("damage", [flip, cut, empty, Path.unlink, of_another_step, of_another_run])
+def test_a_wrong_residual_makes_the_whole_step_lossy(
+    folder: Path, name: str, damage: Callable[[Path], None]
 ) -> None:
     lossy = Path(shutil.copytree(folder, folder.with_name("lossy")))
-    for one in HEAD:
-        residual(lossy, one).unlink()
+    for residual_name in HEAD:
+        residual(lossy, residual_name).unlink()
     path = residual(folder, name)
-    wrong(path)
+    damage(path)
     with pytest.warns(RuntimeWarning, match="step 4 is restored with what it loses"):
         run, checkpointer = resumed(folder)
     assert not checkpointer.restored.is_exact
-    assert path.name in checkpointer.restored.notes[0] or wrong is Path.unlink
+    assert path.name in checkpointer.restored.notes[0] or damage is Path.unlink
     weights, loss = state_of(run), run.step()
     expected, _ = resumed(lossy)
     assert same(weights, state_of(expected))

@@ -16,7 +16,7 @@ from tests.support.spec_support import ROOT
 
 
 @pytest.mark.parametrize(
-    ("what", "n_forks"),
+    ("case", "n_forks"),
     [
         ("factors", 10),
         pytest.param("factors", 300, marks=pytest.mark.slow),
@@ -25,14 +25,14 @@ from tests.support.spec_support import ROOT
         pytest.param("loader", 100, marks=pytest.mark.apps),
     ],
 )
-def test_a_fork_never_stops_a_thread_that_writes(what: str, n_forks: int, tmp_path: Path) -> None:
+def test_a_fork_never_stops_a_thread_that_writes(case: str, n_forks: int, tmp_path: Path) -> None:
     threads = {"OPENBLAS_NUM_THREADS": "2", "OMP_NUM_THREADS": "2"}
-    program = [sys.executable, "-m", "tests.support.forking_program", what, str(n_forks), str(tmp_path)]
-    done = subprocess.run(
+    program = [sys.executable, "-m", "tests.support.forking_program", case, str(n_forks), str(tmp_path)]
+    process = subprocess.run(
         program, cwd=ROOT, env=os.environ | threads, capture_output=True, text=True, timeout=600, check=False
     )
-    assert done.returncode == 0, done.stderr
-    assert "went on" in done.stdout
+    assert process.returncode == 0, process.stderr
+    assert "went on" in process.stdout
 
 
 class Slow:

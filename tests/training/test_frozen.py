@@ -47,14 +47,14 @@ def step(model: Adapted, optimizer: Any, n_steps: int) -> None:
         optimizer.step()
 
 
-def saved(folder: Path, **more: Any) -> Adapted:
+def saved(folder: Path, **options: Any) -> Adapted:
     model, optimizer = trained(3)
-    with Checkpointer(folder, model, optimizer, trainable_only=True, jobs=1, **more) as checkpointer:
+    with Checkpointer(folder, model, optimizer, trainable_only=True, jobs=1, **options) as checkpointer:
         checkpointer.save(3)
     return model
 
 
-def test_frozen_weights_stay_out_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_frozen_weights_are_not_saved_and_the_run_resumes(tmp_path: Path) -> None:
     model = saved(tmp_path)
     stored = load_file(tmp_path / "step-00000003.ckptz")
     assert {"down.weight", "up.weight", "norm.running_mean"} <= set(stored)
@@ -81,8 +81,8 @@ def test_a_restore_wants_the_frozen_weights(tmp_path: Path) -> None:
             with pytest.raises(ConfigError, match="load the weights that training began with"):
                 checkpointer.restore(3, weights_only=True)
     assert all(map(torch.equal, other.state_dict().values(), before.values())), "nothing was changed"
-    right, optimizer = trained(0)
-    with Checkpointer(tmp_path, right, optimizer) as checkpointer:
+    matching, optimizer = trained(0)
+    with Checkpointer(tmp_path, matching, optimizer) as checkpointer:
         assert checkpointer.restore(3) == 3
 
 
@@ -119,17 +119,17 @@ def test_without_frozen_weights_nothing_is_left_out(tmp_path: Path) -> None:
     assert set(load_file(tmp_path / "step-00000001.ckptz")) == {"weight", "bias"}
 
 
-def test_the_id_is_of_values_and_is_told_anew_when_they_change() -> None:
-    model, one = Adapted(), FrozenId()
+def test_the_id_depends_on_values_and_is_recomputed_when_they_change() -> None:
+    model, frozen_id = Adapted(), FrozenId()
     frozen = frozen_weights(model)
     assert list(frozen) == ["base.weight", "base.bias"]
-    first = one.of(frozen)
+    first = frozen_id.of(frozen)
     assert first == FrozenId().of(frozen_weights(Adapted()))
     with torch.no_grad():
         model.base.bias[0] += 1
     with pytest.warns(RuntimeWarning, match="have changed"):
-        assert one.of(frozen_weights(model)) != first
-    assert one.of({}) is None
+        assert frozen_id.of(frozen_weights(model)) != first
+    assert frozen_id.of({}) is None
 
 
 def test_frozen_weights_that_change_during_a_run_are_told_at_once(tmp_path: Path) -> None:

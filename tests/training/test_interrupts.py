@@ -58,30 +58,30 @@ def rows() -> list[Any]:
 def test_a_signal_at_each_place_where_training_waits_loses_no_step(
     kind: str, where: str, tmp_path: Path
 ) -> None:
-    done = interrupted(tmp_path, where, kind, *(("-O",) if where == "wait" else ()))
+    process = interrupted(tmp_path, where, kind, *(("-O",) if where == "wait" else ()))
     steps = steps_of(tmp_path)
-    assert 1 in steps, done.stderr
-    for step in map(int, done.stdout.replace("saved", "").split()):
+    assert 1 in steps, process.stderr
+    for step in map(int, process.stdout.replace("saved", "").split()):
         assert step in steps, "it was reported, and is not there"
     if kind == "ctrl-c":
-        assert "KeyboardInterrupt" in done.stderr
+        assert "KeyboardInterrupt" in process.stderr
         assert 2 not in steps  # the save that was interrupted had not begun
     elif kind == "saves":
-        assert done.returncode == 1
-        assert "let the handler set a flag" in done.stderr
+        assert process.returncode == 1
+        assert "let the handler set a flag" in process.stderr
         assert 99 not in steps
     elif where != "close":
-        assert 3 in steps, done.stderr
+        assert 3 in steps, process.stderr
 
 
 @pytest.mark.apps
 @pytest.mark.parametrize("kind", ["ctrl-c", "flag"])
 def test_a_signal_at_the_end_of_the_program(kind: str, tmp_path: Path) -> None:
-    done = interrupted(tmp_path, "exit", kind)
+    process = interrupted(tmp_path, "exit", kind)
     if kind == "flag":
         assert steps_of(tmp_path) == (1,)
     else:  # the abandoned save is reported
-        assert "step 1 was lost: interrupted" in done.stderr
+        assert "step 1 was lost: interrupted" in process.stderr
         assert steps_of(tmp_path) == ()
 
 
@@ -102,9 +102,9 @@ class _Job:
 
 @pytest.fixture
 def job() -> Any:
-    made = _Job()
-    yield made
-    made.go.set()
+    running = _Job()
+    yield running
+    running.go.set()
 
 
 @pytest.mark.parametrize("at", range(3))

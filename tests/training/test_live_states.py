@@ -73,7 +73,7 @@ def test_a_snapshot_tells_tensors_apart(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*STATES, "types"])
-def test_a_state_comes_back_with_its_structure(name: str, tmp_path: Path) -> None:
+def test_a_state_is_restored_with_its_structure(name: str, tmp_path: Path) -> None:
     model, state = linear(), TYPES if name == "types" else STATES[name]
     extra = {"it": dict(state)}
     with Checkpointer(tmp_path, model, extra=extra) as checkpointer:
@@ -103,7 +103,7 @@ nested = st.recursive(
 
 @given(st.dictionaries(keys, nested, max_size=5))
 @settings(max_examples=60, deadline=None)
-def test_any_state_comes_back_as_it_was_or_is_refused(state: dict[Any, Any]) -> None:
+def test_any_state_is_restored_unchanged_or_refused(state: dict[Any, Any]) -> None:
     model, extra = linear(), {"it": copy.deepcopy(state)}
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -288,7 +288,7 @@ def test_groups_that_changed_places_keep_their_rates(tmp_path: Path) -> None:
         assert identical(turned.state[ours], optimizer.state[theirs])
 
 
-def test_the_milestones_of_schedulers_in_a_row_come_back(tmp_path: Path) -> None:
+def test_the_milestones_of_a_sequential_scheduler_are_restored(tmp_path: Path) -> None:
     def made() -> tuple[torch.nn.Module, Any, Any]:
         model = linear()
         optimizer = torch.optim.SGD(model.parameters(), 1.0)

@@ -59,10 +59,10 @@ def saved(folder: Path, on_save: Any) -> list[SaveReport]:
 
 def test_figures_are_those_of_the_report(tmp_path: Path) -> None:
     first, _ = saved(tmp_path, Mock())
-    shown = figures(first)
+    logged = figures(first)
     files = [path for path in tmp_path.iterdir() if "00000010" in path.name and path.suffix == ".ckptz"]
-    assert shown["checkpoint/stored_bytes"] == sum(path.stat().st_size for path in files)
-    assert shown["checkpoint/times_smaller"] == first.tensor_bytes / first.stored_bytes
+    assert logged["checkpoint/stored_bytes"] == sum(path.stat().st_size for path in files)
+    assert logged["checkpoint/times_smaller"] == first.tensor_bytes / first.stored_bytes
 
 
 def test_tensorboard_gets_each_figure_at_its_step(tmp_path: Path) -> None:

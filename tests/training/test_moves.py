@@ -129,14 +129,14 @@ def test_moves_are_those_that_the_optimizer_would_make(name: str, n_before: int)
     lost, start = run.copy(), flat(run.model.weight)
     run.train(200)
     lost.train(200)
-    made = flat(run.model.weight) - flat(lost.model.weight)
-    assert np.abs(made).max() > 1e-4
-    np.testing.assert_allclose(to_come, made, rtol=0.01, atol=3e-6 * np.abs(start).max())
+    movement = flat(run.model.weight) - flat(lost.model.weight)
+    assert np.abs(movement).max() > 1e-4
+    np.testing.assert_allclose(to_come, movement, rtol=0.01, atol=3e-6 * np.abs(start).max())
 
 
 @pytest.mark.parametrize("name", ["AdamW", "NAdam", "SGD", "RMSprop", "rate in a tensor"])
 @pytest.mark.parametrize("slope", [-1e-5, 1e-5])
-def test_rates_go_on_in_their_line_but_not_below_zero(name: str, slope: float) -> None:
+def test_learning_rates_are_extrapolated_linearly_but_not_below_zero(name: str, slope: float) -> None:
     run = Run(OPTIMIZERS[name])
     run.train(80, slope)  # down to 2e-4, so that the rate reaches zero during the future updates
     rate = 1e-3 + 80 * slope
@@ -147,19 +147,19 @@ def test_rates_go_on_in_their_line_but_not_below_zero(name: str, slope: float) -
     n_left = min(200, round(rate / -slope)) if slope < 0 else 200
     run.train(n_left, slope)
     lost.train(n_left, slope)
-    made = flat(run.model.weight) - flat(lost.model.weight)
-    assert np.linalg.norm(to_come - made) < 0.02 * np.linalg.norm(made)
+    movement = flat(run.model.weight) - flat(lost.model.weight)
+    assert np.linalg.norm(to_come - movement) < 0.02 * np.linalg.norm(movement)
 
 
-def test_settings_that_are_not_known_have_no_course() -> None:
+def test_unknown_optimizer_settings_have_no_momentum_decay() -> None:
     adam = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False, "weight_decay": 0.1}
     state = {"step": 7.0, "exp_avg": 0, "exp_avg_sq": 0}
     decay = decay_of(adam, state)
     assert decay.weight_decay == 0
     assert decay_of(adam, state, is_adamw=True) == replace(decay, weight_decay=0.1)
     odd: list[dict[str, Any]] = [{"lr": None}, {"betas": 0.9}, {"betas": (0.9, 1.0)}, {"betas": (0.9,)}]
-    for more in (*odd, {"lr": math.nan}, {"eps": "small"}, {"weight_decay": None}):
-        assert decay_of({**adam, **more}, state) is None
+    for invalid in (*odd, {"lr": math.nan}, {"eps": "small"}, {"weight_decay": None}):
+        assert decay_of({**adam, **invalid}, state) is None
     for fresh in ({**state, "step": 0.0}, {**state, "step": None}, {"step": 7.0}):
         assert decay_of(adam, fresh) is None
     assert decay_of({"lr": 1e-3, "betas": (0.9, 0.99)}, state) is None  # Lion
@@ -298,12 +298,12 @@ def test_optimizers_that_count_no_updates_are_measured_by_the_steps_of_saves() -
 def saved(folder: Path, run: Run, steps: tuple[int, ...] = (50, 65), **options: Any) -> Checkpointer:
     """Train and save at the given steps; return the closed Checkpointer."""
     settings = {"config": Grid(), "keep": LOSSY, "background": False, "jobs": 1, **options}
-    saver, done = Checkpointer(folder, run.model, run.optimizer, **settings), 0
+    saver, last = Checkpointer(folder, run.model, run.optimizer, **settings), 0
     with saver:
         for step in steps:
-            run.train(step - done)
+            run.train(step - last)
             saver.save(step)
-            done = step
+            last = step
     return saver
 
 
@@ -315,7 +315,7 @@ def moves_recorded(folder: Path, step: int) -> dict[str, float | None]:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_files_hold_weights_that_have_moved_on(tmp_path: Path, name: str) -> None:
+def test_files_have_weights_with_the_momentum_correction(tmp_path: Path, name: str) -> None:
     run = Run(OPTIMIZERS[name], size=256)
     saver = saved(tmp_path, run, config=Grid(step=2**-6))
     report = saver.wait()
@@ -328,8 +328,8 @@ def test_files_hold_weights_that_have_moved_on(tmp_path: Path, name: str) -> Non
     key = next(k for k in MOMENTS if f"optimizer.weight.{k}" in kept)
     lost = flat(first) - flat(kept[f"optimizer.weight.{key}"])
     moves = share * decays(run)["weight"].moves(lost, None if second is None else flat(second))
-    made = flat(now) - exact
-    assert float(made @ moves / (moves @ moves)) == pytest.approx(1, abs=0.1)
+    movement = flat(now) - exact
+    assert float(movement @ moves / (moves @ moves)) == pytest.approx(1, abs=0.1)
 
 
 def test_errors_are_recorded_against_the_weights_themselves(tmp_path: Path) -> None:
@@ -364,7 +364,7 @@ def test_a_save_right_after_a_restore_moves_nothing(tmp_path: Path) -> None:
     assert moves_recorded(tmp_path, 66) == {"weight": None, "bias": None}
 
 
-def test_after_a_restart_movement_is_measured_from_what_was_restored(tmp_path: Path) -> None:
+def test_after_a_restart_movement_is_measured_from_the_restored_weights(tmp_path: Path) -> None:
     run = Run(OPTIMIZERS["AdamW"], size=256)
     saved(tmp_path, run)
     with Checkpointer(tmp_path, run.model, run.optimizer, config=Grid(), keep=LOSSY) as saver:
@@ -374,7 +374,7 @@ def test_after_a_restart_movement_is_measured_from_what_was_restored(tmp_path: P
     assert 0.7 < moves_recorded(tmp_path, 80)["weight"] <= 1
 
 
-def test_the_newest_step_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_the_newest_step_is_restored_exactly(tmp_path: Path) -> None:
     run = Run(OPTIMIZERS["AdamW"], size=256)
     saver = saved(tmp_path, run, keep=KeepPolicy(last=None))
     exact, kept = flat(run.model.weight), flat(run.moments()[0])

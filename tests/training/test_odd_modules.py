@@ -170,7 +170,7 @@ def test_a_step_that_was_renamed_is_not_restored_as_another(tmp_path: Path) -> N
         assert checkpointer.restore_latest() == 2
 
 
-def test_training_goes_on_after_a_restore_in_inference_mode(tmp_path: Path) -> None:
+def test_training_continues_after_a_restore_in_inference_mode(tmp_path: Path) -> None:
     def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()

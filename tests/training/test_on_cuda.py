@@ -45,7 +45,7 @@ class Training:
         return Checkpointer(folder, self.model, self.optimizer, config=config, keep=KeepPolicy(exact=0))
 
 
-def test_a_lossless_run_goes_on_to_the_bit(tmp_path: Path) -> None:
+def test_a_lossless_run_resumes_bit_for_bit(tmp_path: Path) -> None:
     first, second = Training("cuda"), Training("cuda")
     first.train(5)
     with first.saver(tmp_path, Lossless()) as saver:

@@ -37,11 +37,11 @@ def maker(
     kind: type[torch.optim.Optimizer], variant: str
 ) -> Callable[[Sequence[Any]], torch.optim.Optimizer]:
     known = inspect.signature(kind.__init__).parameters
-    more = VARIANTS[variant]
-    if any(name not in known for name in more):
-        raise Impossible(f"{kind.__name__} has no {next(iter(more))}")
+    variant_options = VARIANTS[variant]
+    if any(name not in known for name in variant_options):
+        raise Impossible(f"{kind.__name__} has no {next(iter(variant_options))}")
     options = OWN.get(kind.__name__, {}) | {
-        k: v.clone() if hasattr(v, "clone") else v for k, v in more.items()
+        k: v.clone() if hasattr(v, "clone") else v for k, v in variant_options.items()
     }
     return lambda groups: kind(groups, **options)
 
@@ -76,12 +76,12 @@ def test_every_optimizer_resumes_in_16_bits_with_empty_groups(
 
 @pytest.mark.parametrize("grouping", GROUPINGS)
 @pytest.mark.parametrize("precision", KINDS)
-def test_groups_and_frozen_parameters_come_back(grouping: str, precision: str, tmp_path: Path) -> None:
+def test_groups_and_frozen_parameters_are_restored(grouping: str, precision: str, tmp_path: Path) -> None:
     assert outcome(tmp_path, torch.optim.AdamW, precision, grouping, "plain") in ("equal", "impossible")
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_variants_of_adam_come_back(variant: str, tmp_path: Path) -> None:
+def test_variants_of_adam_are_restored(variant: str, tmp_path: Path) -> None:
     assert outcome(tmp_path, torch.optim.Adam, "bf16", "several", variant) in ("equal", "impossible")
 
 
@@ -141,11 +141,11 @@ class WideState(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("grouping", GROUPINGS)
-def test_everything_that_an_optimizer_keeps_comes_back(grouping: str, tmp_path: Path) -> None:
+def test_all_state_of_an_optimizer_is_restored(grouping: str, tmp_path: Path) -> None:
     assert check_resume(tmp_path, lambda: Run(WideState, "bf16", grouping)) == "equal"
 
 
-def test_a_matrix_in_column_order_comes_back_in_column_order(tmp_path: Path) -> None:
+def test_a_matrix_in_column_order_is_restored_in_column_order(tmp_path: Path) -> None:
     run = Run(WideState, "bf16")
     run.train(0, 2)
 

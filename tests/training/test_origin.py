@@ -77,7 +77,7 @@ def links_in(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("source", ["a file", "its folder", "a step of another run"])
-def test_the_first_file_holds_what_has_changed(
+def test_the_first_file_is_a_delta_to_the_pretrained_weights(
     tmp_path: Path, folder: Path, pretrained: Path, source: str
 ) -> None:
     base = {"a file": pretrained, "its folder": pretrained.parent}.get(source)
@@ -86,13 +86,13 @@ def test_the_first_file_holds_what_has_changed(
             checkpointer.save(1)
         base = tmp_path / "other" / STEP_1
     run = saved(folder, base)
-    alone = saved(tmp_path / "alone", None)
-    assert same(state_of(run), state_of(alone))
+    full = saved(tmp_path / "full", None)
+    assert same(state_of(run), state_of(full))
     first, second = inspect(folder / STEP_1), inspect(folder / STEP_2)
     assert (first.depth, second.depth) == (1, 2)
-    assert first.stored_bytes < 0.75 * inspect(tmp_path / "alone" / STEP_1).stored_bytes
+    assert first.stored_bytes < 0.75 * inspect(tmp_path / "full" / STEP_1).stored_bytes
     assert len(links_in(folder)) == 1
-    assert loss_after(folder) == loss_after(tmp_path / "alone"), "and it is found without being told again"
+    assert loss_after(folder) == loss_after(tmp_path / "full"), "the base is found without being passed again"
     prefix = "model." if source == "a step of another run" else ""
     stored = {tensor.name for tensor in inspect(folder / STEP_2).tensors}
     assert stored == {f"{prefix}{name}" for name in run.model.state_dict()}
@@ -174,9 +174,9 @@ def test_a_restore_without_it_names_what_is_missing_and_takes_it_from_anywhere(
     with other.checkpointer(folder) as checkpointer, pytest.raises(MissingBaseError, match=LINK):
         checkpointer.restore(2)
     assert same(state_of(other), before)
-    again = tmp_path / "again.safetensors"
-    again.write_bytes(kept)
-    assert same(state_of(restored(folder, base=again)), state_of(run))
+    copy = tmp_path / "copy.safetensors"
+    copy.write_bytes(kept)
+    assert same(state_of(restored(folder, base=copy)), state_of(run))
 
 
 def test_weights_of_another_content_are_not_taken_for_it(folder: Path, pretrained: Path) -> None:
@@ -242,7 +242,7 @@ def test_a_search_tries_files_that_are_stored_against_it(folder: Path, pretraine
     assert inspect(folder / STEP_1).depth == 1
 
 
-def test_tied_weights_come_back_as_one(tmp_path: Path, folder: Path) -> None:
+def test_tied_weights_are_restored_as_one(tmp_path: Path, folder: Path) -> None:
     def tied() -> torch.nn.Module:
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH))

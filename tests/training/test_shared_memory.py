@@ -148,9 +148,9 @@ def test_tensors_of_an_extra_that_begin_as_the_weights_are_not_written_to(tmp_pa
 
 
 def test_extras_share_memory_as_when_they_were_saved(tmp_path: Path) -> None:
-    one = torch.ones(2)
+    shared = torch.ones(2)
     with Checkpointer(
-        tmp_path, nn.Linear(1, 1), extra={"x": {"a": one, "b": one, "c": torch.zeros(2)}}
+        tmp_path, nn.Linear(1, 1), extra={"x": {"a": shared, "b": shared, "c": torch.zeros(2)}}
     ) as checkpointer:
         checkpointer.save(1)
     same = torch.full((2,), 7.0)

@@ -28,11 +28,11 @@ def test_an_interrupt_at_any_time_neither_hangs_nor_leaves_a_wrong_value(
 ) -> None:
     shares = [f"{door}={round(SHARES[door] * n_signals)}" for door in DOORS]
     program = [sys.executable, "-m", "tests.support.signal_storm", str(tmp_path), "1", *shares]
-    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
-    counts = json.loads(done.stdout)
+    process = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    assert process.returncode == 0, process.stderr
+    counts = json.loads(process.stdout)
     assert sum(count["signals"] for count in counts.values()) == n_signals
-    assert all(count["temporary"] == count["swallowed"] == 0 for count in counts.values()), done
+    assert all(count["temporary"] == count["swallowed"] == 0 for count in counts.values()), process
 
 
 # Python functions that wait or notify; Ctrl-C at their ends leaves their lock locked.

@@ -109,7 +109,7 @@ def test_a_disk_that_fails_while_files_are_renamed_loses_none(
 
 
 @pytest.mark.filterwarnings("ignore:.*cannot be read:RuntimeWarning")
-def test_files_are_copied_where_there_are_no_hard_links(
+def test_unreadable_files_are_copied_if_hard_links_are_not_supported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> None:

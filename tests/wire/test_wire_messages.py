@@ -474,14 +474,14 @@ def test_a_gradient_of_another_shape_than_its_activation_is_refused_at_both_ends
 ) -> None:
     like = torch.zeros(0, dtype=torch.uint8) if kernels is wire_torch else None
     options: dict[str, Any] = {"kernels": kernels, "like": like, "same_shape": False}
-    first, second, right = (Link(0, 1, PRESETS["paper_top10"], **options) for _ in range(3))
+    first, second, matching = (Link(0, 1, PRESETS["paper_top10"], **options) for _ in range(3))
     patterns, gradient = (kernels.zeros(math.prod(s), 4, like) for s in ((8, 1024), shape))
     activation = first.send(FORWARD, patterns, F32, (8, 1024), MessageKey(0)).message
     second.receive(FORWARD, activation, F32, (8, 1024), MessageKey(0))
     with pytest.raises(WireError, match=r"positions: the gradient has shape \["):
         second.send(BACKWARD, gradient, F32, shape, MessageKey(0))
-    right.send(FORWARD, gradient, F32, shape, MessageKey(0))
-    message = right.send(BACKWARD, gradient, F32, shape, MessageKey(0)).message
+    matching.send(FORWARD, gradient, F32, shape, MessageKey(0))
+    message = matching.send(BACKWARD, gradient, F32, shape, MessageKey(0)).message
     with pytest.raises(WireError, match=r"the activation \[8, 1024\]"):
         first.receive(BACKWARD, message, F32, shape, MessageKey(0))
 
@@ -564,7 +564,7 @@ def test_mixed_feedback_divides_the_budget_between_values_and_errors() -> None:
 
 
 @pytest.mark.parametrize("feedback", ["ef", "ef21", "ef-mixed", "aqsgd"])
-def test_a_resumed_link_goes_on_to_the_bit(feedback: Any, tmp_path: Path) -> None:
+def test_a_resumed_link_continues_bit_for_bit(feedback: Any, tmp_path: Path) -> None:
     policy = LinkPolicy(forward=TopK(0.1), backward=TopK(0.2), feedback=feedback, rounding="stochastic")
     straight, resumed = ends(policy), ends(policy)
     for step in range(6):
