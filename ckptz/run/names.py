@@ -23,7 +23,7 @@ from ckptz.format.byte_source import is_folder, is_url, path_of
 from ckptz.format.envelope import HEAD_BYTES, is_head
 from ckptz.format.reader import Container
 from ckptz.format.suffixes import LIGHTNING_SUFFIX, SUFFIX
-from ckptz.run.step_files import INDEX_FILE, RESIDUAL_MARK, RESIDUAL_PATTERN, StepFile
+from ckptz.run.step_files import INDEX_FILE, RESIDUAL_PATTERN, StepFile, is_residual_name
 from ckptz.store.resolve import open_file
 
 Inode = tuple[int | str, int]
@@ -190,5 +190,5 @@ def is_of_state(name: str) -> bool:
 def is_auxiliary(path: Path) -> bool:
     """Return whether a file, by its name, has no weights or is only a base or a residual."""
     file = StepFile.parse(path.name)
-    is_residual = RESIDUAL_MARK in path.name if file is None else file.is_residual
+    is_residual = is_residual_name(path.name) if file is None else file.is_residual
     return is_residual or is_base_name(path) or holds_state(path)

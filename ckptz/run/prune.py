@@ -35,13 +35,13 @@ from ckptz.run.links import BASE_PREFIX
 from ckptz.run.names import Inode, inode_of, is_base_name, is_of_state, run_files, step_of, step_of_folder
 from ckptz.run.step_files import (
     LAST_FILES,
-    RESIDUAL_MARK,
     STATE_KEY,
     TRAINER_STATE,
     FileFacts,
     FileKind,
     Listing,
     StepFile,
+    is_residual_name,
     is_written,
 )
 from ckptz.store.resolve import Path_
@@ -527,7 +527,7 @@ def why_unfinished(folder: Path) -> str | None:
 def _own_names(folder: Path) -> set[str]:
     """Return the names of a step's own files: no bases of other steps, residuals or temporary files."""
     files = [path for path in folder.iterdir() if not path.name.startswith(".")]
-    names = {path.name for path in files if not (is_base_name(path) or RESIDUAL_MARK in path.name)}
+    names = {path.name for path in files if not (is_base_name(path) or is_residual_name(path.name))}
     return names if any(Path(name).suffix == SUFFIX for name in names) else set()
 
 
@@ -565,7 +565,7 @@ def _item_at(path: Path, files: Sequence[Path]) -> PruneItem:
         name=path.name,
         step=step_of_folder(path) if is_folder else step_of(path),
         is_linked=True,
-        is_residual=RESIDUAL_MARK in path.name,
+        is_residual=is_residual_name(path.name),
         is_auxiliary=is_base_name(path),
         sizes=_sizes(files),
         paths=frozenset(file.resolve() for file in files),

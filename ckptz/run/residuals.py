@@ -18,7 +18,15 @@ from ckptz.errors import CorruptionError, FormatError, MissingBaseError
 from ckptz.format.byte_source import open_bytes
 from ckptz.format.suffixes import SUFFIX
 from ckptz.run.links import index_digest
-from ckptz.run.step_files import EARLIER_RESIDUAL, EXACT_OF_KEY, RESIDUAL_MARK, FileFacts, StepFile
+from ckptz.run.step_files import (
+    EARLIER_RESIDUAL,
+    EXACT_OF_KEY,
+    RESIDUAL_MARK,
+    FileFacts,
+    StepFile,
+    is_residual_name,
+    lossy_stem,
+)
 
 T = TypeVar("T")
 F = TypeVar("F")
@@ -42,12 +50,13 @@ def residual_tail(path: Path) -> str:
 
 def residuals_of(path: Path) -> list[Path]:
     """List the residuals of a file, and those of earlier files of the same name."""
-    return sorted(path.parent.glob(f"{glob.escape(path.stem)}{RESIDUAL_MARK}*{SUFFIX}"))
+    files = path.parent.glob(f"{glob.escape(path.stem)}{RESIDUAL_MARK}*{SUFFIX}")
+    return sorted(file for file in files if lossy_stem(file.stem) == path.stem)
 
 
 def residuals_in(folder: Path) -> list[Path]:
     """List the residuals of all files of a folder."""
-    return sorted(folder.glob(f"*{RESIDUAL_MARK}*{SUFFIX}"))
+    return sorted(file for file in folder.glob(f"*{RESIDUAL_MARK}*") if is_residual_name(file.name))
 
 
 def find_residual(file: Path) -> Path | None:

@@ -18,7 +18,7 @@ from ckptz.format.byte_source import ByteSource
 from ckptz.format.index import BaseRef
 from ckptz.format.reader import Container
 from ckptz.format.sources import tensor_bytes
-from ckptz.format.suffixes import TEMPORARY_SUFFIX
+from ckptz.format.suffixes import SUFFIX, TEMPORARY_SUFFIX
 from ckptz.store.resolve import open_file
 
 FileKind = Literal["weights", "state"]
@@ -43,12 +43,13 @@ EXACT_OF_KEY: Final = "exact_of"  # in the metadata of residuals: content id of 
 MODEL_PREFIX: Final = "model."  # of weight names in files of a Checkpointer
 MAX_STEP: Final = (1 << 63) - 1
 ENDLESS: Final = 1 << 30  # number of saves for a file that is never deleted
-EARLIER_RESIDUAL: Final = ".exact"  # ends the stem of residual files of earlier versions, without a digest
+EARLIER_RESIDUAL: Final = ".exact"  # end of the stem of earlier residual files; later ones add a digest
 RESIDUAL_MARK: Final = f"{EARLIER_RESIDUAL}-"  # today, before 16 hexadecimal digits of a digest
 RESIDUAL_PATTERN: Final = rf"{re.escape(RESIDUAL_MARK)}[0-9a-f]{{16}}"  # matches this end of a stem
 _NAME: Final = re.compile(
     rf"step-(\d{{8,}})(\.state)?({RESIDUAL_PATTERN}|{re.escape(EARLIER_RESIDUAL)})?\.ckptz"
 )
+_RESIDUAL: Final = re.compile(rf"(?P<stem>.*){RESIDUAL_PATTERN}", re.DOTALL)
 _HIDDEN: Final = ".hidden"
 ALL_EXACT: Final = (
     "all kept steps are exact, so lossy files with their residual files take more disk than lossless ones: "
@@ -73,7 +74,14 @@ def checked_step(step: SupportsIndex) -> int:
 
 def lossy_stem(stem: str) -> str:
     """Return the stem of the lossy file that a residual belongs to; any other stem is returned as it is."""
-    return stem.partition(RESIDUAL_MARK)[0]
+    residual = _RESIDUAL.fullmatch(stem)
+    return stem if residual is None else residual["stem"]
+
+
+def is_residual_name(name: str) -> bool:
+    """Return whether a file name ends as those of residual files do, with 16 hexadecimal digits."""
+    stem = name.removesuffix(SUFFIX)
+    return stem != name and lossy_stem(stem) != stem
 
 
 def is_written(path: Path) -> bool:

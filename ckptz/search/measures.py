@@ -46,7 +46,7 @@ KL, TOP1, RESUME = "kl", "top1", "resume"
 ANSWER: Final = "answer"  # default name of one example; files record it
 CHUNK_ENTRIES: Final = 1 << 18  # logits per softmax in float64: a few arrays of 2 MiB
 NOISE_SHARE: Final = 0.01  # of a weight's standard deviation: costs less than any useful budget
-EVALUATIONS: Final = ("quality", "logits", "resume")  # kinds of `--eval`: a plain quality, and the two above
+EVALUATIONS: Final = ("quality", "logits", "resume")  # kinds of `--eval`; see the module
 FUNCTION_FORM: Final = "give package.module:function or file.py:function"
 
 
