@@ -135,7 +135,7 @@ class Clusters(Recipe):
         assert newest is not None
         old_rule = RoundingRule.of_record(stored, self.name)
         rule = quantizer.choose_rounding(source, newest, old_rule, tensor.dither_seed())
-        if not rule.is_stochastic:
+        if rule is None:
             return None
         table = old.table
         if rule != old_rule:
@@ -202,8 +202,12 @@ class LevelQuantizer(Quantizer):
 
     def choose_rounding(
         self, source: TensorSource, base: TensorSource, old: RoundingRule, new_seed: int
-    ) -> RoundingRule:
-        """Choose the rounding rule from a sample; `old` is the rule of the base's file."""
+    ) -> RoundingRule | None:
+        """Choose the rounding rule from a sample; `old` is the rule of the base's file.
+
+        Returns:
+            The rule: `old` if nothing has moved, or stochastic; None to fit new levels.
+        """
         movements, shares, thresholds = [], [], []
         for (begin, end), indices in deciding_elements(source, base):
             at = indices - begin
@@ -217,9 +221,10 @@ class LevelQuantizer(Quantizer):
         # The movements of all elements, by no gap, do not correlate with thresholds after a restore. Those
         # scaled by the gap on their side would, as elements were rounded more often over the wider gap.
         moved, drawn = np.concatenate(movements), np.concatenate(thresholds)
-        if len(moved) and is_explained(moved, drawn):
+        if not moved.any() or is_explained(moved, drawn):
             return old
-        return choose_rounding(np.concatenate(shares), None, old, new_seed, LEAST_OF_CLUSTERS)
+        rule = choose_rounding(np.concatenate(shares), None, old, new_seed, LEAST_OF_CLUSTERS)
+        return rule if rule.is_stochastic else None
 
 
 @register

@@ -632,3 +632,13 @@ def test_a_restart_between_uneven_levels_draws_a_new_dither_seed(tmp_path: Path)
         restored = write_step(tmp_path, str(i), {WEIGHT: later}, KMeans(), str(i - 1))[WEIGHT]
         seeds.append(record_of(tmp_path, str(i)).settings["drawn"])
     assert len(set(seeds)) == 5
+
+
+def test_frozen_weights_of_k_means_do_not_change(tmp_path: Path) -> None:
+    """Levels that are fitted again to the values of 16 levels differ from these."""
+    restored = write_step(tmp_path, "0", state(), KMeans())[WEIGHT]
+    for i in (1, 2, 3):
+        frozen = state() | {WEIGHT: restored}
+        np.testing.assert_array_equal(
+            write_step(tmp_path, str(i), frozen, KMeans(), str(i - 1))[WEIGHT], restored
+        )
