@@ -28,7 +28,7 @@ LOADED: Final = re.compile(r"""<(?:script|link|img|iframe)\b[^>]*?(?:src|href)=[
 
 
 def _place(path: str) -> str:
-    """Say where on the site a file of the repository stands."""
+    """Return the place of a repository file on the site."""
     return "index.md" if path == "README.md" else path.removeprefix("docs/")
 
 
@@ -48,7 +48,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Let links lead to where their files stand on the site."""
+    """Rewrite links to repository files to their places on the site."""
     here = _origin(page.file.src_uri)
 
     def moved(match: re.Match[str]) -> str:

@@ -241,7 +241,7 @@ def _each_table(note: Note) -> Iterator[Note]:
 
 
 def stream_notes(coder: int, raw: bytes, offset: int) -> Iterator[Note]:
-    """What one stream consists of."""
+    """Yield notes on the parts of one stream."""
     notes, at = Notes(), 0
     if coder == CoderId.RANS_OWN:
         source = Noting(raw, notes)
@@ -314,7 +314,7 @@ def frame_lines(framed: Framed, base: int) -> list[str]:
 
 
 def decoded_lines(data: bytes) -> list[str]:
-    """What a reader gets."""
+    """Return the lines of a page that show what a reader decodes."""
     lines = ["", "## Decoded", "", "| tensor | patterns |", "|---|---|"]
     checkpoint = open_checkpoint(MemoryBytes(data))
     for name, source in checkpoint.tensors.items():

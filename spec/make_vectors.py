@@ -41,7 +41,7 @@ Row = dict[str, Any]
 
 
 def _features(data: bytes) -> list[str]:
-    """What the file asks of a reader, where that can be read."""
+    """Return the features that a file requires of a reader, if they can be read."""
     text = data[8 : 8 + int.from_bytes(data[:8], "little")]
     try:
         return str(json.loads(text)["__metadata__"][KEY_FEATURES]).split(",")
@@ -50,7 +50,7 @@ def _features(data: bytes) -> list[str]:
 
 
 def _row(name: str, files: Files) -> Row:
-    """What is said of every vector; a vector of several files is a folder."""
+    """Return the description of a vector; one of several files is a folder."""
     kept = name if len(files) > 1 else str(Path(name).parent)
     first = next(iter(files))
     stem = "" if len(files) > 1 else f"{Path(name).name}{Path(first).suffix}"
@@ -110,7 +110,7 @@ def sessions() -> Iterator[tuple[str, Session, Row]]:
 
 
 def _session(name: str, session: Session, shown: Row) -> tuple[Row, dict[str, bytes]]:
-    """What is said of a session, and its messages by path. The last message of a broken one is refused."""
+    """Return the description of a session, and its messages by path (broken ones end with a refused one)."""
     messages, files = [], {}
     for number, (message, plan, data, tensor) in enumerate(session.arrivals()):
         path = f"wire/{name}/{number}.bin"

@@ -631,7 +631,7 @@ class Plan:
 
 
 class Chunk(NamedTuple):
-    """What a chunk decodes to; `codes` if the frame has a map."""
+    """A decoded chunk; it has `codes` if the frame has a map."""
 
     dtype: Dtype
     patterns: tuple[int, ...]
