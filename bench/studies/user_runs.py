@@ -8,7 +8,7 @@ characters and handwritten digits, with SGD and Nesterov momentum, and with Adam
 `ckptz.Checkpointer`, which is created just before the first save, restores the file that it has just written,
 and continues. "headers, 10 of 30" saves every 10 steps and restores every 30. Ratios are fp32 weights and
 optimizer tensors / all files of weights and state, including the full file. Runs on which a constant was
-chosen (`CHOSEN_ON`) are not reported.
+chosen (`CHOSEN_ON`) are not reported, but for two rules that bench/README.md names.
 
 For each run, the table has the loss at the end against the uninterrupted run, the loss of the last file
 against the weights in memory, and the largest restored first moment relative to the bound by its restored

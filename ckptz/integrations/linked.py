@@ -187,12 +187,7 @@ class Chain(LinkedFiles):
             newest = None
             if job.config.is_lossy:
                 newest = found_base(functools.partial(self.open_newest, path), stack, [])
-
-            def save(job: WriteJob) -> Written:
-                sink.seek(0)
-                sink.truncate()
-                return write(sink, job, workers)
-
+            save = functools.partial(write, sink, workers=workers)
             written = write_after(save, against(job, base, name), newest, base, self.notes)
             if self.options.n_exact and written.n_lossy:
                 sink.flush()

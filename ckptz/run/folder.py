@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final
 
 from ckptz.errors import ConfigError, CorruptionError, FormatError, TruncatedError, WriteError
 from ckptz.format.caches import LastChunks
@@ -300,7 +300,6 @@ class StepStore:
     def write_against_base(
         self,
         kind: FileKind,
-        sink: BinaryIO,
         write: Callable[[Checkpoint | None, int], Written],
         rule: ChainRule,
         notes: list[str],
@@ -309,15 +308,13 @@ class StepStore:
 
         Args:
             kind: kind of the file.
-            sink: the file, which is truncated before each attempt.
-            write: writes the file; called with its base and its position in the chain, or with None and 0.
+            write: writes the file, and replaces what an earlier attempt has written; called with its base and
+                its position in the chain, or with None and 0.
             rule: chooses the base.
             notes: list to which the reason is added if a base cannot be read.
         """
 
         def attempt(opened: tuple[Checkpoint, int] | None) -> Written:
-            sink.seek(0)
-            sink.truncate()
             base, position = (None, 0) if opened is None else opened
             written = write(base, position)
             for path in () if base is None else base.paths:

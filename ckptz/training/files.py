@@ -252,7 +252,7 @@ class StepWriter:
         with store.publishing(self.step, notes) as files, files.file(folder / weights_file.name) as sink:
             with files.file(folder / state_file.name) as state_sink:
                 write_state = functools.partial(self._write_state, state_sink)
-                state = store.write_against_base("state", state_sink, write_state, rule, notes)
+                state = store.write_against_base("state", write_state, rule, notes)
             if not (self.method.config.is_lossy or self.state.hold.has_weights):
                 self.state.hold.release()  # lossy weights and residuals read optimizer state again
             state_path = Path(state_sink.name)
@@ -263,7 +263,7 @@ class StepWriter:
                     stack.callback(restored.close)
                 newest = found_base(store.open_newest, stack, []) if self.method.config.is_lossy else None
                 write_weights = functools.partial(self._write_weights, sink, restored, newest)
-                weights = store.write_against_base("weights", sink, write_weights, rule, notes)
+                weights = store.write_against_base("weights", write_weights, rule, notes)
                 sink.flush()
                 n_bytes = amend_metadata(state_path, {WEIGHTS_KEY: weights.content_id})
                 state = replace(state, stored_bytes=n_bytes)
@@ -356,8 +356,6 @@ class StepWriter:
         return LossSettings(config=LOSSLESS)
 
     def _write(self, kind: FileKind, sink: BinaryIO, job: WriteJob) -> Written:
-        sink.seek(0)
-        sink.truncate()
         self._written[kind] = job = replace(job, step=self.step, effort=self.effort)
         with Workers(self.jobs) as workers:
             written = write(sink, job, workers)

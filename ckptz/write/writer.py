@@ -65,11 +65,19 @@ def _check_shapes(tensors: Mapping[str, TensorSource]) -> None:
 
 
 def write(sink: BinaryIO, job: WriteJob, workers: Workers, progress: Progress | None = None) -> Written:
-    """Write one file into `sink`, an empty seekable file; `progress` gets the bytes of each chunk.
+    """Write one file into `sink`, a seekable file whose content is replaced.
+
+    Args:
+        sink: the file; what an attempt that failed has left in it is dropped.
+        job: the job.
+        workers: encode the tensors.
+        progress: gets the bytes of each chunk.
 
     Raises:
         ConfigError: the job is invalid; see `prepared`.
     """
+    sink.seek(0)
+    sink.truncate()
     with prepared(job) as ready:
         written = write_container(sink, FilePlan.of(ready), workers, progress)
         if ready.momentum is not None:
