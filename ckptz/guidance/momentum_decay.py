@@ -27,6 +27,14 @@ MOST_UPDATES: Final = 1 << 16
 NADAM_DECAY: Final = 0.96  # constant of torch's NAdam
 PRECISE: Final = 0.1  # standard error up to which a tensor has its own share
 TELLING: Final = 0.5  # standard error of the common share above which no share is estimated
+# State of a parameter in torch's optimizers whose updates are known. An optimizer with more of it, such as a
+# master of the weight, may overwrite a corrected weight at its first update.
+STATE_KEYS: Final = frozenset(
+    (
+        *("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "mu_product"),
+        *("momentum_buffer", "square_avg", "grad_avg"),
+    )
+)
 
 Rates = NDArray[np.float64]
 
@@ -102,8 +110,10 @@ def decay_of(
             for a constant rate.
 
     Returns:
-        The decay, or None for other optimizers, unknown settings, and optimizers without momentum.
+        The decay, or None for other optimizers, unknown settings or state, and optimizers without momentum.
     """
+    if not state.keys() <= STATE_KEYS:
+        return None
     if "momentum_decay" in group or "amsgrad" in group:
         return _of_adam(group, state, is_adamw, before)
     is_sgd = "nesterov" in group and "dampening" in group

@@ -163,6 +163,7 @@ def test_unknown_optimizer_settings_have_no_momentum_decay() -> None:
     for fresh in ({**state, "step": 0.0}, {**state, "step": None}, {"step": 7.0}):
         assert decay_of(adam, fresh) is None
     assert decay_of({"lr": 1e-3, "betas": (0.9, 0.99)}, state) is None  # Lion
+    assert decay_of(adam, {**state, "master_param": 0}) is None  # its updates start from the master
     nadam = {**{k: v for k, v in adam.items() if k != "amsgrad"}, "momentum_decay": 4e-3}
     assert decay_of(nadam, state) is None  # without the product
     assert decay_of({**nadam, "momentum_decay": None}, {**state, "mu_product": 0.1}) is None
@@ -433,10 +434,25 @@ class Unknown(torch.optim.AdamW):
         del self.param_groups[0]["amsgrad"]
 
 
+class WithMasters(torch.optim.AdamW):
+    """Adam that keeps a copy of each parameter, which it updates instead, in its state."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        parameters = self.param_groups[0]["params"]
+        for parameter in parameters:
+            if "master_param" in self.state[parameter]:
+                parameter.copy_(self.state[parameter]["master_param"])
+        super().step(closure)
+        for parameter in parameters:
+            self.state[parameter]["master_param"] = parameter.clone()
+
+
 @pytest.mark.parametrize(
     ("make", "options", "reasons"),
     [
         pytest.param(Unknown, {}, [UNKNOWN_DECAY], id="an optimizer of which nothing is known"),
+        pytest.param(WithMasters, {}, [UNKNOWN_DECAY], id="masters in the optimizer's state"),
         pytest.param(
             lambda p: SignOfMomentum(p), {}, [UNKNOWN_DECAY], id="momentum that moves in another way"
         ),
