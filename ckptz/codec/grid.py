@@ -104,9 +104,10 @@ class UniformGrid(Recipe):
         n_rows, sums = last + 1 - first, statistics.row_sums
         squares = np.zeros(n_rows) if sums is None else sums[first : last + 1] * n_rows / (end - begin)
         rows = row_steps(self.step, statistics.spread, squares, guide.mean_sensitivity)
-        at = sampled(begin, end)
+        places = sampled(end - begin)
+        at = np.arange(begin, begin + places.stop, places.step)
         steps = rows.steps[rows.labels[at // row_patterns - first]]
-        own, others = (floats_in(one, begin, end)[at - begin] for one in (source, base))
+        own, others = (floats_in(one, begin, end)[places] for one in (source, base))
         moved = np.abs(own.astype(np.float64) - others)
         return float(np.minimum(moved / steps, 1.0).mean())
 
@@ -166,23 +167,22 @@ class UniformGrid(Recipe):
         rule = RoundingRule.of_record(stored, self.name)
         grid = GridTensor(tensor.source, base, rows, self.dead_zone or 0.0, rule)
         moves = None if tensor.movement is None else tensor.movement * self.most_moves
-        new_seed = tensor.dither_seed()
         newest = tensor.newest
         if newest is None and not rule.is_stochastic and moves is not None and 0 < moves < 1:
             newest = base
         if newest is None:
-            grid = grid.choose_rounding(new_seed, PEAK if kept else PEAK_TO_SHIP, moves)
+            grid = grid.choose_rounding(tensor.dither_seed, PEAK if kept else PEAK_TO_SHIP, moves)
         else:
             finest = FINEST_FULL if base is None else FINEST
             share = 1.0 if moves is None else min(max(moves, finest), 1.0)
-            bounded, is_stochastic = _after_newest(tensor.source, newest, rows, share, new_seed)
+            bounded, is_stochastic = _after_newest(tensor, newest, rows, share)
             if _ratio(bounded, rows) < finest:
                 bounded = replace(rows, steps=rows.steps * finest)
             grid = replace(grid, rows=bounded)
             if is_stochastic:
-                grid = replace(grid, rounding_rule=RoundingRule(new_seed))
+                grid = replace(grid, rounding_rule=RoundingRule(tensor.dither_seed()))
             else:
-                grid = grid.choose_rounding(new_seed, PEAK_TO_SHIP, None)
+                grid = grid.choose_rounding(tensor.dither_seed, PEAK_TO_SHIP, None)
         recorded: dict[str, Setting] = {}
         if newest is not None or (base is not None and grid.rounding_rule.is_stochastic):
             recorded["step"] = float(self.step * (grid.rows.steps[0] / rows.steps[0]))
@@ -193,7 +193,7 @@ class UniformGrid(Recipe):
                 grid = replace(grid, rows=of_base)
                 recorded["step"] = stored.settings["step"]
             else:
-                grid = replace(grid, rounding_rule=RoundingRule(new_seed))
+                grid = replace(grid, rounding_rule=RoundingRule(tensor.dither_seed()))
         return grid, recorded
 
     def _plan_ship(self, tensor: TensorToEncode, base: TensorSource | None, rows: RowSteps) -> TensorPlan:
@@ -228,7 +228,7 @@ def _steps_of(stored: Stored | None, n_rows: int) -> RowSteps | None:
 
 
 def _after_newest(
-    source: TensorSource, newest: TensorSource, rows: RowSteps, share: float, new_seed: int
+    tensor: TensorToEncode, newest: TensorSource, rows: RowSteps, share: float
 ) -> tuple[RowSteps, bool]:
     """Choose steps, at most `rows`, and rounding from the difference to the newest file of the run.
 
@@ -236,11 +236,10 @@ def _after_newest(
     that are smaller, so its steps stay. Else the steps follow the movement.
 
     Args:
-        source: the tensor.
+        tensor: the tensor.
         newest: the same tensor in the newest file.
         rows: the steps without a bound.
         share: factor of these steps by the mean movement of the file.
-        new_seed: an unused dither seed.
 
     Returns:
         The steps, and whether values were restored from files of the run, so that rounding to nearest would
@@ -251,7 +250,8 @@ def _after_newest(
     if steps is None:
         return bounded, False
     old = RoundingRule.of_record(newest.stored, UniformGrid.name)
-    rule = GridTensor(source, newest, steps, 0.0, old).choose_rounding(new_seed, PEAK, None).rounding_rule
+    grid = GridTensor(tensor.source, newest, steps, 0.0, old)
+    rule = grid.choose_rounding(tensor.dither_seed, PEAK, None).rounding_rule
     ratio = _ratio(steps, rows)
     if rule == old and ratio < 1 and share < MOST_MOVES * ratio:
         bounded = steps

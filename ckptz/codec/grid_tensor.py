@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -136,7 +136,7 @@ class GridTensor(Quantizer):
         steps = self.rows.steps.astype(np.float32)
         return values, base, steps, self.rows.labels, self.row_patterns
 
-    def choose_rounding(self, new_seed: int, peak: float, most: float | None) -> GridTensor:
+    def choose_rounding(self, new_seed: Callable[[], int], peak: float, most: float | None) -> GridTensor:
         """Choose the rounding rule, and finer steps for stochastic rounding, from the middle chunk.
 
         Residuals of elements whose base, or value without a base, is within `peak` steps of zero are ignored:
@@ -147,12 +147,17 @@ class GridTensor(Quantizer):
         ratio of bits and errors is the same in each.
 
         Args:
-            new_seed: unused dither seed; `self.rounding_rule` is the rule of the base's file.
+            new_seed: function that returns an unused dither seed; the rule of the base's file is
+                `self.rounding_rule`.
             peak: steps around zero to ignore.
             most: largest factor of the steps with stochastic rounding; None for no change.
         """
-        parts = [self._sample(*part) for part in deciding_elements(self.source, self.base)]
-        sample, origins, of_rows, thresholds = map(np.concatenate, zip(*parts, strict=True))
+        old, parts = self.rounding_rule, deciding_elements(self.source, self.base)
+        samples = [self._sample(*part) for part in parts]
+        sample, origins, of_rows = map(np.concatenate, zip(*samples, strict=True))
+        thresholds = None
+        if old.is_stochastic:
+            thresholds = np.concatenate([old.thresholds(i, j - i)[at - i] for (i, j), at in parts])
         movements = (sample - origins) / of_rows
         base = self.base
         if base is None:
@@ -162,20 +167,18 @@ class GridTensor(Quantizer):
         is_far = np.abs(sample if base is None else origins) > peak * of_rows
         if np.count_nonzero(is_far) < MIN_DECIDING:
             is_far[:] = True
-        old = self.rounding_rule
         least = LEAST_OF_CLUSTERS if base is None else LEAST
         rule = choose_rounding(np.where(is_far, movements, np.nan), thresholds, old, new_seed, least)
         share = min(max(most, FINEST), 1.0) if most and rule.is_stochastic else 1.0
         return replace(self, rounding_rule=rule, rows=replace(self.rows, steps=self.rows.steps * share))
 
     def _sample(self, bounds: Bounds, at: NDArray[np.int64]) -> tuple[NDArray[Any], ...]:
-        """Return the values, base values, steps and thresholds of elements `at` of a chunk; [n] each."""
+        """Return the values, base values and steps of elements `at` of a chunk; [n] each."""
         begin, end = bounds
         values, base, steps, labels, row_patterns = self.inputs(begin, end, self.source.patterns(begin, end))
         sample = values[at - begin].astype(np.float64)
         origins = np.zeros_like(sample) if base is None else base[at - begin].astype(np.float64)
-        thresholds = self.rounding_rule.thresholds(begin, end - begin)[at - begin]
-        return sample, origins, steps[labels[at // row_patterns]], thresholds
+        return sample, origins, steps[labels[at // row_patterns]]
 
     def fit(self, counted: _Counted) -> tuple[int, LinearTable]:
         """Fit the largest magnitude that has codes, and the levels of the codes."""

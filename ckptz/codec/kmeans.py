@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final, Self
 
@@ -134,7 +134,7 @@ class Clusters(Recipe):
         )
         assert newest is not None
         old_rule = RoundingRule.of_record(stored, self.name)
-        rule = quantizer.choose_rounding(source, newest, old_rule, tensor.dither_seed())
+        rule = quantizer.choose_rounding(source, newest, old_rule, tensor.dither_seed)
         if rule is None:
             return None
         table = old.table
@@ -201,7 +201,7 @@ class LevelQuantizer(Quantizer):
         return below, np.clip((values - low) / (high - low), np.float32(0), np.float32(1))
 
     def choose_rounding(
-        self, source: TensorSource, base: TensorSource, old: RoundingRule, new_seed: int
+        self, source: TensorSource, base: TensorSource, old: RoundingRule, new_seed: Callable[[], int]
     ) -> RoundingRule | None:
         """Choose the rounding rule from a sample; `old` is the rule of the base's file.
 

@@ -10,6 +10,7 @@ last rounding, so the same thresholds on the same levels send what that rounding
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -73,9 +74,10 @@ def middle_chunk(source: TensorSource) -> tuple[int, int]:
     return bounds[len(bounds) // 2]
 
 
-def sampled(begin: int, end: int) -> NDArray[np.int64]:
-    """Return evenly spaced indices of begin..end [at most N_SAMPLED]."""
-    return np.arange(begin, end, max((end - begin) // N_SAMPLED, 1))[:N_SAMPLED]
+def sampled(n: int) -> slice:
+    """Return the slice of evenly spaced elements of a chunk of `n`, at most N_SAMPLED."""
+    stride = max(n // N_SAMPLED, 1)
+    return slice(0, min(n, N_SAMPLED * stride), stride)
 
 
 def deciding_elements(
@@ -90,33 +92,35 @@ def deciding_elements(
         The bounds of chunks (begin, end), each with ascending indices in the tensor, int64 [n].
     """
     bounds = middle_chunk(source)
-    at = sampled(*bounds)
+    places = sampled(bounds[1] - bounds[0])
+    evenly = [(bounds, np.arange(bounds[0], bounds[0] + places.stop, places.step))]
     if base is None:
-        return [(bounds, at)]
-    is_moved = source.patterns(*bounds)[at - bounds[0]] != base.patterns(*bounds)[at - bounds[0]]
+        return evenly
+    is_moved = source.patterns(*bounds)[places] != base.patterns(*bounds)[places]
     if np.count_nonzero(is_moved) >= MIN_DECIDING:
-        return [(bounds, at)]
+        return evenly
     moved = []
     for begin, end in source.chunk_bounds():
         indices = np.flatnonzero(source.patterns(begin, end) != base.patterns(begin, end))
         moved.append(((begin, end), begin + indices[:: max(len(indices) // N_SAMPLED, 1)]))
-    return [(chunk, indices) for chunk, indices in moved if len(indices)] or [(bounds, at)]
+    return [(chunk, indices) for chunk, indices in moved if len(indices)] or evenly
 
 
 def choose_rounding(
     movements: Reals,
     thresholds: NDArray[np.float32] | None,
     old: RoundingRule,
-    new_seed: int,
+    new_seed: Callable[[], int],
     least: float = LEAST,
 ) -> RoundingRule:
     """Choose how a delta is rounded, from a sample of its elements.
 
     Args:
         movements: differences of the elements to their base, in steps [n]; NaN for elements to ignore.
-        thresholds: rounding thresholds of these elements in the base's file [n]; None if unknown.
+        thresholds: rounding thresholds of these elements in the base's file [n]; None if unknown, or to
+            nearest.
         old: the rule of these thresholds.
-        new_seed: an unused dither seed.
+        new_seed: function that returns an unused dither seed, called where one is needed.
         least: Fourier coefficient up to which the delta is rounded to nearest.
 
     Returns:
@@ -124,14 +128,17 @@ def choose_rounding(
         new seed if the weights have moved since a restore, else rounding to nearest.
     """
     is_known = np.isfinite(movements) & (movements != 0)
-    known = np.clip(movements[is_known], -FARTHEST, FARTHEST)
+    known = movements[is_known]
     if not len(known):
         return old
-    if thresholds is not None and is_explained(known, thresholds[is_known].astype(np.float64)):
+    if thresholds is not None and is_explained(
+        np.clip(known, -FARTHEST, FARTHEST), thresholds[is_known].astype(np.float64)
+    ):
         return old
-    coefficient = np.cos(2 * np.pi * movements[is_known]).mean()
+    turns = (known - np.rint(known)).astype(np.float32)  # single precision is much faster, and enough
+    coefficient = np.cos(np.float32(2 * np.pi) * turns).mean(dtype=np.float64)
     sure = min(3 / np.sqrt(2 * len(known)), MOST_LEAST)
-    return RoundingRule(new_seed) if coefficient > max(least, sure) else TO_NEAREST
+    return RoundingRule(new_seed()) if coefficient > max(least, sure) else TO_NEAREST
 
 
 def is_explained(movements: Reals, thresholds: Reals) -> bool:

@@ -242,13 +242,13 @@ def test_the_dither_seed_changes_only_after_a_restore(
     thresholds = rounding().thresholds(dither_seed, 0, n)
     rounding_errors = last_movement - np.floor(last_movement + thresholds)
     rule, new_rule = RoundingRule(dither_seed), RoundingRule(dither_seed + 1)
-    assert choose_rounding(rounding_errors + 0.3 * movement, thresholds, rule, dither_seed + 1) == rule
-    assert choose_rounding(movement, thresholds, rule, dither_seed + 1) == new_rule
-    half = np.full(n, 0.5, np.float32)
-    assert choose_rounding(movement, half, TO_NEAREST, dither_seed) == rule
+    explained = rounding_errors + 0.3 * movement
+    assert choose_rounding(explained, thresholds, rule, lambda: dither_seed + 1) == rule
+    assert choose_rounding(movement, thresholds, rule, lambda: dither_seed + 1) == new_rule
+    assert choose_rounding(movement, None, TO_NEAREST, lambda: dither_seed) == rule
     nearest_errors = rng.random(n) - 0.5
-    assert choose_rounding(nearest_errors + movement, half, TO_NEAREST, dither_seed) == TO_NEAREST
-    assert choose_rounding(np.zeros(n), half, TO_NEAREST, dither_seed) == TO_NEAREST
+    assert choose_rounding(nearest_errors + movement, None, TO_NEAREST, lambda: dither_seed) == TO_NEAREST
+    assert choose_rounding(np.zeros(n), None, TO_NEAREST, lambda: dither_seed) == TO_NEAREST
 
 
 def test_deltas_after_a_restore_keep_the_movement_for_any_step(tmp_path: Path) -> None:
@@ -601,8 +601,7 @@ def test_a_damaged_newest_file_does_not_prevent_a_save(tmp_path: Path, damage: s
 def test_movements_of_many_steps_are_rounded_to_nearest() -> None:
     """Stochastic rounding would double the variance of the error, and nothing is lost."""
     movements = 40 * np.random.default_rng(0).standard_normal(1 << 14)
-    half = np.full(len(movements), 0.5, np.float32)
-    assert choose_rounding(movements, half, TO_NEAREST, 1) == TO_NEAREST
+    assert choose_rounding(movements, None, TO_NEAREST, lambda: 1) == TO_NEAREST
 
 
 @pytest.mark.parametrize("movement", [1e-4, 3e-4, 6e-4])
