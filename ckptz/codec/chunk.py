@@ -92,8 +92,8 @@ def _encode_codes(codes: Patterns, encoding: TensorPlan, labels: Labels | None) 
     contexts = Contexts(labels, np.array([len(labels)]), encoding.plan.n_contexts)
     low, upper = split_random(codes, encoding.n_random)
     streams = encode_streams([*low], huffman_margin=margin)
-    by_context = Sorted(contexts, upper, encoding.counted)
-    return streams + by_context.encode_by(encoding.plan.tables[len(low) :], margin)
+    tables = encoding.plan.tables[len(low) :]
+    return streams + Sorted(contexts, upper).encode_by(tables, encoding.counted, margin)
 
 
 def encode_values(patterns: Patterns) -> list[Stream]:

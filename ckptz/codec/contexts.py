@@ -77,16 +77,13 @@ class Sorted:
     Args:
         contexts: the contexts of the codes.
         codes: the codes [n].
-        counted: counts of each byte plane, if they are known.
 
     Attributes:
         planes: the byte planes [k, n].
-        counts: occurrences of each code in each row of each plane [k * n_rows, 256], which `saved_bits` and
-            `encode` overwrite.
         part_rows: number of rows of `counts` up to the end of each part [k * m].
     """
 
-    def __init__(self, contexts: Contexts, codes: Patterns, counted: Sequence[ContextCounts] = ()) -> None:
+    def __init__(self, contexts: Contexts, codes: Patterns) -> None:
         self.contexts, self._codes = contexts, codes
         grouped = cpu().group(codes, contexts.labels, contexts.ends, contexts.counts)
         self.planes: Bytes = cpu().split_planes(grouped, grouped, RAW)
@@ -95,10 +92,15 @@ class Sorted:
         self._row_ends = (plane * len(codes) + contexts.row_ends).reshape(-1)
         self._part_ends = (plane * len(codes) + contexts.ends).reshape(-1)
         self.part_rows = (plane * n_rows + contexts.tensor_rows).reshape(-1)
-        if counted:
-            self.counts: Counts = np.concatenate([counts.counts for counts in counted])
-        else:
-            self.counts = cpu().count_streams(self.planes.reshape(-1), self._row_ends)
+
+    @cached_property
+    def counts(self) -> Counts:
+        """Occurrences of each code in each row of each plane [k * n_rows, 256].
+
+        `saved_bits` and `encode` overwrite them.
+        """
+        counts: Counts = cpu().count_streams(self.planes.reshape(-1), self._row_ends)
+        return counts
 
     def saved_bits(self) -> Reals:
         """Estimate the bits that contexts save in each tensor [m], from samples of the tensors.
@@ -138,10 +140,12 @@ class Sorted:
         ]
         return [tables[t::m] for t in range(m)], [streams[t::m] for t in range(m)]
 
-    def encode_by(self, tables: Sequence[StreamTables], huffman_margin: float | None) -> list[Stream]:
-        """Encode a single tensor with given tables, one per plane."""
+    def encode_by(
+        self, tables: Sequence[StreamTables], counted: Sequence[ContextCounts], huffman_margin: float | None
+    ) -> list[Stream]:
+        """Encode a single tensor with given tables, one per plane; `counted` are its counts if known."""
         contexts = self.contexts.contexts
-        by_part = [ContextCounts(contexts, counts) for counts in cut(self.counts, self.part_rows)]
+        by_part = counted or [ContextCounts(contexts, rows) for rows in cut(self.counts, self.part_rows)]
         n_bytes = np.array([one.bytes_by(own) for one, own in zip(by_part, tables, strict=True)])
         firsts = np.cumsum([0, *(len(own.frequencies) for own in tables)])
         table_of = np.concatenate(

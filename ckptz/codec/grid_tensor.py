@@ -184,7 +184,7 @@ class GridTensor(Quantizer):
         """Fit the largest magnitude that has codes, and the levels of the codes."""
         merged = _merged(counted.codes, self.n_base_codes)
         by_row = np.zeros((len(self.rows.steps), 256), np.int64)
-        by_row[merged.contexts] = merged.counts
+        by_row[merged.contexts, : merged.counts.shape[1]] = merged.counts
         most = largest_magnitude(counted.codes.total)
         return most, fit_levels(self.rows.steps, by_row, counted.sums, most)
 
@@ -332,7 +332,6 @@ def _merged(counted: ContextCounts, n: int) -> ContextCounts:
 
 def _clipped(counted: ContextCounts, last: int) -> ContextCounts:
     """Replace codes above `last` by `last`."""
-    counts = counted.counts.copy()
-    counts[:, last] = counts[:, last:].sum(axis=1)
-    counts[:, last + 1 :] = 0
+    counts = counted.counts[:, : last + 1].copy()
+    counts[:, last:] += counted.counts[:, last + 1 :].sum(axis=1, keepdims=True)
     return ContextCounts(counted.contexts, counts)

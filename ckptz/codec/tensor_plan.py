@@ -29,32 +29,33 @@ class ContextCounts:
     """Occurrences of each code in each context that occurs."""
 
     contexts: NDArray[np.int64]  # ascending [n_used]
-    counts: NDArray[np.int64]  # occurrences [n_used, 256]
+    counts: NDArray[np.int64]  # occurrences [n_used, n_codes]; no code is `n_codes` or larger
 
     @classmethod
     def of(cls, labels: Labels, codes: NDArray[np.uint8], n_contexts: int) -> Self:
         """Count codes [n] with labels [n]."""
-        used = np.arange(n_contexts)
-        if len(codes) < 256 * n_contexts:  # most counts would be zeros
+        used, n_bits = np.arange(n_contexts), int(codes.max(initial=0)).bit_length()
+        if len(codes) < n_contexts << n_bits:  # most counts would be zeros
             used = np.flatnonzero(np.bincount(labels, minlength=n_contexts))
             row_of = np.zeros(n_contexts, np.min_scalar_type(len(used)))
             row_of[used] = np.arange(len(used))
             labels = row_of[labels]
-        counts = cpu().context_histogram(labels, codes, len(used))
+        counts = cpu().context_histogram(labels, codes, len(used), n_bits)
         is_used = counts.any(axis=1)
         return cls(used[is_used], counts[is_used])
 
     def __add__(self, other: Self) -> Self:
         contexts = np.union1d(self.contexts, other.contexts)
-        counts = np.zeros((len(contexts), 256), np.int64)
+        n_codes = max(self.counts.shape[1], other.counts.shape[1])
+        counts = np.zeros((len(contexts), n_codes), np.int64)
         for part in (self, other):
-            counts[np.searchsorted(contexts, part.contexts)] += part.counts
+            counts[np.searchsorted(contexts, part.contexts), : part.counts.shape[1]] += part.counts
         return type(self)(contexts, counts)
 
     @property
     def total(self) -> NDArray[np.int64]:
         """Occurrences [256] of each code in any context."""
-        return self.counts.sum(axis=0)
+        return _of_all_codes(self.counts.sum(axis=0))
 
     @property
     def per_context(self) -> NDArray[np.int64]:
@@ -68,7 +69,14 @@ class ContextCounts:
         is_first[1:] = table_of[1:] != table_of[:-1]
         runs = np.flatnonzero(is_first)  # adjacent contexts share tables
         sums = np.add.reduceat(self.counts, runs, axis=0)
-        return float(row_cost_bits(sums, tables.frequencies[table_of[runs]]).sum()) / 8
+        return float(row_cost_bits(sums, tables.frequencies[table_of[runs], : sums.shape[1]]).sum()) / 8
+
+
+def _of_all_codes(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Append zeros to counts [..., n_codes], for the codes up to 255."""
+    every = np.zeros((*counts.shape[:-1], 256), np.int64)
+    every[..., : counts.shape[-1]] = counts
+    return every
 
 
 def plane_counts(
@@ -95,7 +103,7 @@ def stream_tables(counted: ContextCounts, n_contexts: int, most: int = MAX_TABLE
     )
     # Unused contexts get the table of the context before them, so that runs of equal tables are long.
     before = np.searchsorted(counted.contexts, np.arange(n_contexts), side="right") - 1
-    return StreamTables(normalise(sums), group_of[np.maximum(before, 0)])
+    return StreamTables(normalise(_of_all_codes(sums)), group_of[np.maximum(before, 0)])
 
 
 @dataclass(frozen=True, slots=True)

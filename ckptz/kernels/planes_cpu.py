@@ -182,21 +182,21 @@ def magnitudes(patterns: Patterns, out: Bytes | None = None) -> Bytes:
 
 
 @kernel
-def _context_histogram(contexts: Any, symbols: Any, counts: Any) -> None:
+def _context_histogram(contexts: Any, symbols: Any, shift: int, counts: Any) -> None:
     # Two tables alternate: with one, consecutive equal symbols would wait for each other's store.
-    first, second = counts[0], counts[1]
+    first, second, bits = counts[0], counts[1], uint64(shift)
     half, n = uint64(len(symbols) // 2), uint64(len(symbols))
     for i in range(half):
-        first[(uint64(contexts[i]) << uint64(8)) | uint64(symbols[i])] += uint32(1)
-        second[(uint64(contexts[half + i]) << uint64(8)) | uint64(symbols[half + i])] += uint32(1)
+        first[(uint64(contexts[i]) << bits) | uint64(symbols[i])] += uint32(1)
+        second[(uint64(contexts[half + i]) << bits) | uint64(symbols[half + i])] += uint32(1)
     if half + half < n:
-        first[(uint64(contexts[n - ONE]) << uint64(8)) | uint64(symbols[n - ONE])] += uint32(1)
+        first[(uint64(contexts[n - ONE]) << bits) | uint64(symbols[n - ONE])] += uint32(1)
 
 
-def context_histogram(contexts: Patterns, symbols: Bytes, n_contexts: int) -> Counts:
-    counts = np.zeros((2, 256 * n_contexts), np.uint32)
-    _context_histogram(contexts, symbols, counts)
-    return np.add(counts[0], counts[1], dtype=np.int64).reshape(n_contexts, 256)
+def context_histogram(contexts: Patterns, symbols: Bytes, n_contexts: int, shift: int) -> Counts:
+    counts = np.zeros((2, n_contexts << shift), np.uint32)
+    _context_histogram(contexts, symbols, shift, counts)
+    return np.add(counts[0], counts[1], dtype=np.int64).reshape(n_contexts, -1)
 
 
 # One loop processes the three thirds of a tensor with a counter each, because consecutive equal contexts

@@ -22,12 +22,12 @@ NONE = np.int64(-1)  # typed: with a literal instead, numba would compile anothe
 
 @part
 def _row_bits(counts: Any, first: Any, second: Any, table_bits: float, symbol_bits: float) -> float:
-    """Compute the bits of an ideal coder for the sum of two rows of counts [n, 256], and of its table.
+    """Compute the bits of an ideal coder for the sum of two rows of counts [n, m], and of its table.
 
     `second` is NONE for a single row. Rows without symbols take 0 bits.
     """
     total, n_used, bits = 0, 0, 0.0
-    for j in range(256):
+    for j in range(counts.shape[1]):
         n = counts[first, j]
         if second >= 0:
             n += counts[second, j]
@@ -49,7 +49,7 @@ def _entropies(counts: Any, bits: Any) -> None:
 
 
 def entropies(counts: Counts) -> Reals:
-    """Compute the entropy in bits of each row of counts [n, 256], times the number of its symbols."""
+    """Compute the entropy in bits of each row of counts [n, m], times the number of its symbols."""
     bits = np.empty(len(counts))
     _entropies(counts, bits)
     return bits
@@ -95,7 +95,7 @@ def _merge_rows(
             if best_gain <= 0 and n_groups <= most:
                 break
             after = links[0, best]
-            for j in range(256):
+            for j in range(counts.shape[1]):
                 counts[best, j] += counts[after, j]
             work[0, best] = work[1, best]
             links[1, after] = best
@@ -111,7 +111,7 @@ def _merge_rows(
         for k in range(begin, end):
             if links[1, k] == k:
                 group += 1
-                for j in range(256):
+                for j in range(counts.shape[1]):
                     counts[group, j] = counts[k, j]
             group_of[k] = group if group > n_before else n_before
         n_before = (group if group > n_before else n_before) + 1
@@ -122,7 +122,7 @@ def _merge_rows(
 def merge_rows(
     counts: Counts, row_ends: Counts, most: int, table_bits: float, symbol_bits: float
 ) -> tuple[Counts, Counts, Counts]:
-    """Merge adjacent rows of counts [n, 256] greedily, while that saves bits or a part exceeds `most` groups.
+    """Merge adjacent rows of counts [n, m] greedily, while that saves bits or a part exceeds `most` groups.
 
     `counts` is overwritten, as a copy of many small tensors takes as long as merging.
 
@@ -137,7 +137,7 @@ def merge_rows(
         symbol_bits: cost of a table for each symbol.
 
     Returns:
-        The group of each row [n], the counts of each group [n_groups, 256], and the end of each part's
+        The group of each row [n], the counts of each group [n_groups, m], and the end of each part's
         groups [m].
     """
     n = len(counts)

@@ -69,10 +69,10 @@ def magnitudes(patterns: Patterns) -> Bytes:
     return ((patterns >> shift) & patterns.dtype.type(0xFF)).astype(np.uint8)
 
 
-def context_histogram(contexts: Patterns, symbols: Bytes, n_contexts: int) -> Counts:
-    """Count the occurrences of each byte within each context: [n_contexts, 256]."""
-    joint = contexts.astype(np.int64) * 256 + symbols
-    return np.bincount(joint, minlength=n_contexts * 256).astype(np.int64).reshape(n_contexts, 256)
+def context_histogram(contexts: Patterns, symbols: Bytes, n_contexts: int, shift: int) -> Counts:
+    """Count the occurrences of each byte below 2^shift within each context: [n_contexts, 2^shift]."""
+    joint = (contexts.astype(np.int64) << shift) + symbols
+    return np.bincount(joint, minlength=n_contexts << shift).astype(np.int64).reshape(n_contexts, -1)
 
 
 def context_counts(contexts: Patterns, ends: Counts, n_contexts: int) -> NDArray[np.uint32]:
