@@ -39,8 +39,8 @@ FLUSHED_BELOW = 2.0**-100  # as in `floats.add_f32`
 MAX_SPARSE_SHARE = 0.25
 MAX_COPIED = 1 << 13  # tensors of fewer patterns are joined, which is faster than a kernel call for each
 _UNCHANGED = (CoderId.CONSTANT, b"\x00")
-# Codes of a lossy chunk, the patterns they decode to, and the positions of escaped elements.
-Quantized = tuple[Bytes, Patterns, NDArray[np.intp] | None]
+# Patterns that a lossy chunk decodes to, and its codes, if it has a quantization map.
+Quantized = tuple[Patterns, Bytes | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,18 +109,17 @@ def _quantize(
     patterns: Patterns,
     sources: ChunkSources,
     labels: Labels | None,
-) -> Quantized:
+) -> tuple[Patterns, Bytes]:
     plan = header.plan
     if plan.quant_map is None or quantizer is None:
         raise ConfigError("a plan in the linear or bits domain needs a map and a quantizer to encode")
     begin, end = sources.begin, sources.end
     codes, decoded = quantizer.codes(begin, end, patterns), np.empty_like(patterns)
     header.value_table.decode(codes, labels, predicted(plan, sources), decoded)
-    if plan.quant_map.escape_code is None:
-        return codes, decoded, None
-    escaped = np.flatnonzero(codes == plan.quant_map.escape_code)
-    decoded[escaped] = quantizer.kept(begin, patterns)[escaped]
-    return codes, decoded, escaped
+    if plan.quant_map.escape_code is not None:
+        escaped = np.flatnonzero(codes == plan.quant_map.escape_code)
+        decoded[escaped] = quantizer.kept(begin, patterns)[escaped]
+    return decoded, codes
 
 
 def _deviation(kind: int, patterns: Patterns, decoded: Patterns, counts: NDArray[np.int64]) -> Deviation:
@@ -135,14 +134,14 @@ def _deviation(kind: int, patterns: Patterns, decoded: Patterns, counts: NDArray
     return Deviation(float(largest), float(error), float(power), counts)
 
 
-def restored_patterns(source: TensorSource, encoding: TensorPlan, sources: ChunkSources) -> Patterns:
-    """Return the patterns [n] that a chunk will decode to, without encoding it."""
+def restored_chunk(source: TensorSource, encoding: TensorPlan, sources: ChunkSources) -> Quantized:
+    """Return the patterns [n] that a chunk will decode to, and its codes, without encoding it."""
     if encoding.plan.quant_map is None:
-        return (encoding.rounded or source).patterns(sources.begin, sources.end)
+        return (encoding.rounded or source).patterns(sources.begin, sources.end), None
     header = FrameHeader(source.dtype, source.shape, encoding.plan, ())
     labels = sources.labels(encoding.plan.rules, header.row_patterns) if encoding.plan.rules else None
     patterns = source.patterns(sources.begin, sources.end)
-    return _quantize(header, encoding.quantizer, patterns, sources, labels)[1]
+    return _quantize(header, encoding.quantizer, patterns, sources, labels)
 
 
 def encode_changes(patterns: Patterns, base: Patterns, plan: Plan, dtype: DType) -> list[Stream] | None:
@@ -164,12 +163,23 @@ def _encode_plane(positions: NDArray[np.int64], plane: Bytes) -> Stream:
     return CoderId.SPARSE, encode_sparse(pack_gaps(positions), plane)
 
 
-def encode_chunk(source: TensorSource, encoding: TensorPlan, sources: ChunkSources) -> EncodedChunk:
-    """Encode one chunk of a tensor by its plan; `sources` has the bounds, and the base if needed."""
+def encode_chunk(
+    source: TensorSource, encoding: TensorPlan, sources: ChunkSources, restored: TensorSource | None = None
+) -> EncodedChunk:
+    """Encode one chunk of a tensor by its plan.
+
+    Args:
+        source: the tensor.
+        encoding: its plan.
+        sources: the bounds, and base and context tensors if the plan needs them.
+        restored: the tensor with the values and codes of `restored_chunk`, if they are cached.
+    """
     plan = encoding.plan
-    encode = _encode_planes if plan.quant_map is None else _encode_map
     header = FrameHeader(source.dtype, source.shape, plan, ())
-    streams, decoded, deviation = encode(header, source, encoding, sources)
+    if plan.quant_map is None:
+        streams, decoded, deviation = _encode_planes(header, source, encoding, sources)
+    else:
+        streams, decoded, deviation = _encode_map(header, source, encoding, sources, restored)
     base_codes = None
     if plan.reads_base_codes:
         codes_of_base = sources.base_codes()
@@ -210,16 +220,27 @@ def _encode_planes(
 
 
 def _encode_map(
-    header: FrameHeader, source: TensorSource, encoding: TensorPlan, sources: ChunkSources
+    header: FrameHeader,
+    source: TensorSource,
+    encoding: TensorPlan,
+    sources: ChunkSources,
+    restored: TensorSource | None,
 ) -> _Coded:
     """Encode the codes of a quantization map, and the escaped elements."""
     plan, begin, end = header.plan, sources.begin, sources.end
     labels = sources.labels(plan.rules, header.row_patterns) if plan.rules else None
-    patterns = source.patterns(begin, end)
-    codes, decoded, escaped = _quantize(header, encoding.quantizer, patterns, sources, labels)
+    quantized: Quantized
+    if restored is None:
+        patterns = source.patterns(begin, end)
+        quantized = _quantize(header, encoding.quantizer, patterns, sources, labels)
+    else:
+        quantized = restored.patterns_and_codes(begin, end)
+    decoded, codes = quantized
+    assert codes is not None
+    assert plan.quant_map is not None
     streams = _encode_codes(codes, encoding, labels)
-    if escaped is not None:
-        streams += encode_values(decoded[escaped])
+    if plan.quant_map.escape_code is not None:
+        streams += encode_values(decoded[codes == plan.quant_map.escape_code])
     if isinstance(encoding.quantizer, CodedQuantizer):  # errors were measured on the device
         errors = encoding.quantizer.source.errors[begin // CHUNK_VALUES]
         return streams, decoded, Deviation(*errors, cpu().histogram(codes))

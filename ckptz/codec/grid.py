@@ -144,6 +144,7 @@ class UniformGrid(Recipe):
         values are near the multiples of the steps.
         """
         grid, recorded = self._choose_grid(tensor, base, rows)
+        grid = grid.coded()
         counted = grid.counted(tensor.run)
         most = largest_magnitude(counted.codes.total)
         is_nearest = not grid.rounding_rule.is_stochastic
@@ -199,7 +200,7 @@ class UniformGrid(Recipe):
     def _plan_ship(self, tensor: TensorToEncode, base: TensorSource | None, rows: RowSteps) -> TensorPlan:
         """Plan a weight that is only evaluated: the smallest frame at a given error."""
         dead_zone = DEAD_ZONE if self.dead_zone is None else self.dead_zone
-        grid = GridTensor(tensor.source, base, rows, dead_zone, fits_levels=True)
+        grid = GridTensor(tensor.source, base, rows, dead_zone, fits_levels=True).coded()
         counted = grid.counted(tensor.run)
         most, levels = grid.fit(counted)
         if (layer := Layer.of(grid, tensor.guide)) is not None:

@@ -76,7 +76,8 @@ class GridTensor(Quantizer):
         dead_zone: additional share of a step that becomes zero.
         rounding_rule: to the nearest level, or stochastic.
         most: largest magnitude that has codes; larger ones escape.
-        rounded: codes of the complete tensor, if error-compensated rounding was used.
+        rounded: codes of the complete tensor, if they are known: after error-compensated rounding, and for a
+            tensor of one chunk.
         fits_levels: whether magnitudes are summed up when codes are counted.
     """
 
@@ -124,7 +125,7 @@ class GridTensor(Quantizer):
             rounding().residual_codes(*inputs, self.dead_zone, seed, begin, codes)
         else:
             codes = self.rounded[begin:end]
-        return np.minimum(codes, np.uint8(2 * self.most + 1))
+        return codes if self.most == MAX_MAGNITUDE else np.minimum(codes, np.uint8(2 * self.most + 1))
 
     def inputs(self, begin: int, end: int, patterns: Patterns) -> tuple[Any, ...]:
         """Return the arguments of kernels for patterns [n].
@@ -192,6 +193,13 @@ class GridTensor(Quantizer):
         """Return the context rules: by row, and by code of the base if there are several."""
         rows = (Row(len(self.rows.steps), self.rows.labels),) if len(self.rows.steps) > 1 else ()
         return (*rows, BaseCode(n_base_codes)) if n_base_codes > 1 else rows
+
+    def coded(self) -> GridTensor:
+        """Return the quantizer with the codes of a tensor of one chunk, which is planned and encoded once."""
+        n = self.source.n_patterns
+        return (
+            self if n > CHUNK_VALUES else replace(self, rounded=self.codes(0, n, self.source.patterns(0, n)))
+        )
 
     def counted(self, run: MapFunction) -> _Counted:
         """Count the codes of the tensor by row context and code of the base."""

@@ -29,7 +29,7 @@ from typing import Any, ClassVar, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.chunk import restored_patterns
+from ckptz.codec.chunk import restored_chunk
 from ckptz.codec.grid_steps import row_steps
 from ckptz.codec.lossless import MIN_CONTEXT_VALUES, counts_by_base, exact_with_note, plan_lossless
 from ckptz.codec.low_rank import low_rank
@@ -302,7 +302,7 @@ def _is_beyond(tensor: TensorToEncode, encoding: TensorPlan, bound: MomentBound 
 
     def has_any(bounds: Bounds) -> bool:
         sources = ChunkSources(*bounds, None, tensor.context_tensors)
-        restored = restored_patterns(tensor.source, encoding, sources)
+        restored, _ = restored_chunk(tensor.source, encoding, sources)
         return bool(limits.is_beyond(bounds[0], restored, kind).any())
 
     return any(tensor.run(has_any, tensor.source.chunk_bounds()))

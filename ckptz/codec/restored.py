@@ -14,11 +14,11 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.chunk import restored_patterns
+from ckptz.codec.chunk import Quantized, restored_chunk
 from ckptz.codec.tensor_plan import TensorPlan
 from ckptz.format.caches import CachedChunks, Decoded
 from ckptz.format.reader import FrameSource
-from ckptz.format.sources import CHUNK_VALUES, ChunkSources, LazySource, TensorSource, ViewOf
+from ckptz.format.sources import CHUNK_VALUES, ChunkSources, SourceOf, TensorSource, ViewOf
 from ckptz.kernels.floats import Patterns
 
 HELD_BYTES: Final = 192 << 20  # enough for a tensor of 20 million 32-bit patterns and its base
@@ -68,8 +68,26 @@ class CachedTensor(ViewOf):
         return None if codes is None else codes[begin - first : end - first]
 
 
-def restored_source(source: TensorSource, base: TensorSource | None, encoding: TensorPlan) -> LazySource:
-    """Return a tensor with the values that a reader will restore."""
-    return LazySource.of(
-        source, lambda begin, end: restored_patterns(source, encoding, ChunkSources(begin, end, base))
-    )
+@dataclass(frozen=True, slots=True)
+class RestoredTensor(SourceOf):
+    """A tensor with the values that a reader will restore.
+
+    Attributes:
+        source: the tensor itself.
+        base: its base, or None.
+        encoding: its plan.
+    """
+
+    base: TensorSource | None
+    encoding: TensorPlan
+
+    @property
+    def n_codes(self) -> int | None:
+        quant_map = self.encoding.plan.quant_map
+        return None if quant_map is None else quant_map.n_codes
+
+    def patterns(self, begin: int, end: int) -> Patterns:
+        return self.patterns_and_codes(begin, end)[0]
+
+    def patterns_and_codes(self, begin: int, end: int) -> Quantized:
+        return restored_chunk(self.source, self.encoding, ChunkSources(begin, end, self.base))

@@ -17,7 +17,7 @@ from ckptz.codec.chunk import Deviation, EncodedChunk, encode_chunk
 from ckptz.codec.effort import Effort, effort_of
 from ckptz.codec.method import Recipe, Setting
 from ckptz.codec.moved import MovedSource
-from ckptz.codec.restored import HELD_BYTES, CachedTensor, restored_source
+from ckptz.codec.restored import HELD_BYTES, CachedTensor, RestoredTensor
 from ckptz.codec.tensor import NO_SIDE_INFORMATION, Bounds, MapFunction, TensorStatistics, TensorToEncode
 from ckptz.codec.tensor_plan import TensorPlan
 from ckptz.format.bits import xxh64
@@ -102,7 +102,7 @@ class FilePlan:
     effort: Effort = field(init=False)
     notes: dict[str, str] = field(default_factory=dict, init=False)
     _chunks: CachedChunks = field(init=False)
-    _needed: frozenset[str] = field(init=False)  # names of the tensors that contexts of others depend on
+    needed: frozenset[str] = field(init=False)  # names of the tensors that contexts of others depend on
     # Their plans. A thread waits only while another one plans the same tensor. No deadlock is possible,
     # because these tensors depend on no others.
     _plans: LRUCache[TensorPlan] = field(init=False)
@@ -115,7 +115,7 @@ class FilePlan:
         self.tensors, self.effort = dict(self.job.tensors), effort_of(self.job.effort)
         self._chunks = CachedChunks(HELD_BYTES)
         sources = (self.recipes[name].context_tensor for name in self.tensors)
-        self._needed = frozenset(name for name in sources if name is not None)
+        self.needed = frozenset(name for name in sources if name is not None)
         self._plans = LRUCache(MAX_PLANS, lambda _: 1)
 
     @classmethod
@@ -162,7 +162,7 @@ class FilePlan:
 
         self._preplanned = dict(zip(names, run(plan, names), strict=True))
         restored = {
-            name: restored_source(self.tensors[name], None, encoding)
+            name: RestoredTensor(self.tensors[name], None, encoding)
             for name, encoding in self._preplanned.items()
         }
         moved, notes = momentum.moved(restored)
@@ -192,7 +192,7 @@ class FilePlan:
         if name in self._preplanned:
             return self._preplanned[name]
         make = functools.partial(self._planned, name, base, context_tensors, run)
-        return self._plans.get(name, make) if name in self._needed else make()
+        return self._plans.get(name, make) if name in self.needed else make()
 
     def _planned(
         self, name: str, base: TensorSource | None, context_tensors: Tensors, run: MapFunction
@@ -229,8 +229,11 @@ class FilePlan:
         if wanted is None:
             return {}
         base = self.base(wanted)
-        restored = restored_source(self.tensors[wanted], base, self.encoding(wanted, base, {}, run))
-        return {wanted: CachedTensor(restored, wanted, self._chunks)}
+        return {wanted: self.restored(wanted, base, self.encoding(wanted, base, {}, run))}
+
+    def restored(self, name: str, base: TensorSource | None, encoding: TensorPlan) -> CachedTensor:
+        """Return a planned tensor as the file restores it, with a cache."""
+        return CachedTensor(RestoredTensor(self.tensors[name], base, encoding), name, self._chunks)
 
 
 def _chunks(plan: FilePlan, names: Iterable[str], workers: Workers) -> Iterator[_Chunk]:
@@ -285,7 +288,8 @@ def _encode(plan: FilePlan, chunk: _Chunk) -> tuple[TensorPlan, EncodedChunk]:
     if encoding is None:
         sources.context_tensors = plan.context_tensors(name)
         encoding = plan.encoding(name, sources.base, sources.context_tensors)
-    return encoding, encode_chunk(plan.tensors[name], encoding, sources)
+    restored = plan.restored(name, sources.base, encoding) if name in plan.needed else None
+    return encoding, encode_chunk(plan.tensors[name], encoding, sources, restored)
 
 
 def _lossy_record(

@@ -10,10 +10,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ckptz import Checkpointer, Grid, Moments
-from ckptz.codec.chunk import restored_patterns
+from ckptz.codec.chunk import restored_chunk
 from ckptz.codec.moment_bounds import MomentBound
 from ckptz.codec.moments import FirstMoment, SecondMoment
-from ckptz.codec.restored import restored_source
+from ckptz.codec.restored import RestoredTensor
 from ckptz.codec.tensor import SideInformation, TensorToEncode
 from ckptz.format.dtypes import dtype_of
 from ckptz.format.sources import ArraySource, ChunkSources
@@ -57,11 +57,12 @@ def values_of(patterns: Array, dtype: str) -> Array:
 
 def restored(first: ArraySource, second: ArraySource, guide: SideInformation) -> tuple[Array, Array]:
     """Return both moments as restored from a file with default steps, float64 [n]."""
-    restored_second = restored_source(second, None, SecondMoment(4.0).plan(TensorToEncode(source=second)))
+    restored_second = RestoredTensor(second, None, SecondMoment(4.0).plan(TensorToEncode(source=second)))
     context = {"second": restored_second}
     recipe = FirstMoment(1.0, 0.35, "second")
     encoding = recipe.plan(TensorToEncode(source=first, context_tensors=context, guide=guide))
-    first_patterns = restored_patterns(first, encoding, ChunkSources(0, first.n_patterns, None, context))
+    sources = ChunkSources(0, first.n_patterns, None, context)
+    first_patterns, _ = restored_chunk(first, encoding, sources)
     second_patterns = restored_second.patterns(0, second.n_patterns)
     return values_of(first_patterns, first.dtype.name), values_of(second_patterns, second.dtype.name)
 
