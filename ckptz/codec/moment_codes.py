@@ -5,6 +5,7 @@ Their `sums` count levels before codes are assigned; a device can compute the sa
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,22 +36,27 @@ Labels = NDArray[np.uint8]
 # --- second moments ---
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Prediction:
-    """The prediction of second moments: zero, the base, or an outer product."""
+    """The prediction of second moments: zero, the base, or an outer product of two F32 vectors."""
 
     kind: int
     predictor: Predictor = Predictor.ZERO
     base: TensorSource | None = None
-    outer: Outer | None = None
+    factors: tuple[NDArray[np.uint32], NDArray[np.uint32]] | None = None
+
+    @functools.cached_property
+    def outer(self) -> Outer | None:
+        """The outer product as a frame stores it, encoded on first use, as few predictions are chosen."""
+        return None if self.factors is None else Outer.of(*self.factors)
 
     def patterns(self, begin: int, end: int) -> Patterns:
         """Return the predicted patterns begin..end [end - begin]; an empty array for a prediction of zero."""
         if self.base is not None:
             return self.base.patterns(begin, end)
-        if self.outer is None:
+        if self.factors is None:
             return np.empty(0, np.uint32 if self.kind == floats.F32 else np.uint16)
-        products = cpu().outer_product(self.outer.rows, self.outer.columns, begin, end)
+        products = cpu().outer_product(*self.factors, begin, end)
         patterns: Patterns = cpu().from_f32(products, self.kind)
         return patterns
 

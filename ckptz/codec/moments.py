@@ -22,7 +22,7 @@ tensor. Their steps are an eighth of those of large weights: so few elements nee
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
 
@@ -66,7 +66,7 @@ from ckptz.errors import ConfigError, coerce_numeric_fields
 from ckptz.format.context_rules import MAX_INDICES, BaseCode, Magnitude, Row, labels_of_rows
 from ckptz.format.frame import MAX_OUTER, outer_bytes, pack_plan
 from ckptz.format.frequency import entropy_bits
-from ckptz.format.plan import Domain, ExplicitTable, LowRank, Outer, Plan, Predictor, QuantizationMap
+from ckptz.format.plan import Domain, ExplicitTable, LowRank, Plan, Predictor, QuantizationMap
 from ckptz.format.sources import CHUNK_VALUES, ChunkSources, LazySource, TensorSource, n_rows_of
 from ckptz.format.values import FLOAT_KINDS
 from ckptz.kernels import cpu, floats, moments
@@ -124,9 +124,8 @@ class SecondMoment(Recipe):
             return exact_with_note(tensor, fault)
         sample = _Sample.of(source, tensor.base)
         step = log_level_step(self.step, FLOAT_KINDS[source.dtype.name])
-        candidates = [sample.candidate(prediction, step) for prediction in _predictions(tensor)]
-        _, quantizer, is_by_base = min(candidates, key=lambda candidate: candidate[0])
-        return _second_plan(tensor, quantizer, is_by_base)
+        smallest = sample.smallest([*_predictions(tensor)], step)
+        return _second_plan(tensor, *smallest)
 
 
 def _predictions(tensor: TensorToEncode) -> Iterator[Prediction]:
@@ -139,7 +138,7 @@ def _predictions(tensor: TensorToEncode) -> Iterator[Prediction]:
     shape = n_rows, math.prod(source.shape[1:])  # as a matrix for the outer product
     if min(shape) > 1 and sum(shape) <= MAX_OUTER:
         sums = summed(run, lambda b: LogSums.of(cpu().to_f32(source.patterns(*b), kind), b[0], shape), source)
-        yield Prediction(kind, Predictor.OUTER, outer=Outer.of(*sums.factors()))
+        yield Prediction(kind, Predictor.OUTER, factors=sums.factors())
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,15 +173,26 @@ class _Sample:
         ordered = floats.order(patterns[is_live]).astype(np.float64)
         return cls((begin, end), stride, source.n_patterns / len(patterns), is_live, ordered, codes)
 
-    def candidate(self, prediction: Prediction, step: int) -> tuple[float, LogLevelQuantizer, bool]:
+    def smallest(self, predictions: Sequence[Prediction], step: int) -> tuple[LogLevelQuantizer, bool]:
+        """Return the quantizer of the prediction that takes the fewest bits, and whether it is by context."""
+        least = self._levels(predictions[0], step)
+        for prediction in predictions[1:]:
+            n_bits, quantizer, is_by_base = self._levels(prediction, step)
+            if n_bits < least[0] and prediction.outer is not None:
+                n_bits += 8 * outer_bytes(prediction.outer)
+            if n_bits < least[0]:
+                least = n_bits, quantizer, is_by_base
+        return least[1:]
+
+    def _levels(self, prediction: Prediction, step: int) -> tuple[float, LogLevelQuantizer, bool]:
         """Fit levels to a prediction, with or without the base's codes as contexts, whichever is smaller.
 
         Returns:
-            The size in bits of the tensor, the quantizer, and whether contexts are the base's codes.
+            The size in bits of the tensor without outer vectors, the quantizer, and whether contexts are the
+            base's codes.
         """
-        side_bits = 0 if prediction.outer is None else 8 * outer_bytes(prediction.outer)
         if not len(self.ordered):
-            return side_bits, LogLevelQuantizer(prediction, LogLevels(step)), False
+            return 0.0, LogLevelQuantizer(prediction, LogLevels(step)), False
         predicted = prediction.patterns(*self.bounds)
         # The ordered pattern of zero is that of the sign bit alone.
         zero = 1 << (31 if prediction.kind == floats.F32 else 15)
@@ -195,8 +205,8 @@ class _Sample:
             in_contexts = log_levels.bits(distances, self.base_codes) * self.scale
         bias = 1.0 if prediction.predictor is not Predictor.BASE else BASE_BIAS
         if in_contexts < bits * BASE_BIAS * bias:
-            return in_contexts / BASE_BIAS + side_bits, quantizer, True
-        return bits / bias + side_bits, quantizer, False
+            return in_contexts / BASE_BIAS, quantizer, True
+        return bits / bias, quantizer, False
 
 
 def _second_plan(tensor: TensorToEncode, quantizer: LogLevelQuantizer, is_by_base: bool) -> TensorPlan:
