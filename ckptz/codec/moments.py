@@ -75,6 +75,7 @@ from ckptz.kernels.floats import Patterns, Reals
 from ckptz.state.roles import Role
 
 Bounds = tuple[int, int]
+_Planned = tuple[TensorPlan, ContextCounts, bool]  # of `_first_plan`
 
 MIN_LOSSY_VALUES: Final = 32  # number of elements that take as many bytes as a map
 MAX_EXCEPTIONS: Final = 0.25  # share of elements; with more of them, levels do not suit the tensor
@@ -271,19 +272,15 @@ class FirstMoment(Recipe):
             bound = MomentBound(tensor.guide.bound, divisor)
         if tensor.guide.update_scale is not None:
             return _low_rank_plan(tensor, second, bound, tensor.guide.update_scale, self.step)
-        candidates = [
-            _first_plan(
-                tensor, StepQuantizer(FLOAT_KINDS[source.dtype.name], contexts, self.dead_zone, bound)
-            )
+        kind = FLOAT_KINDS[source.dtype.name]
+        planned = [
+            _first_plan(tensor, StepQuantizer(kind, contexts, self.dead_zone, bound))
             for contexts in self._contexts(source, second, bound, run)
         ]
-        sized = {
-            n_bytes: plan
-            for plan, n_bytes, may_exceed in candidates
-            if not (may_exceed and _is_beyond(tensor, plan, bound))
-        }
         # No levels are within the bound; zeros are.
-        return sized[min(sized)] if sized else _low_rank_plan(tensor, second, bound, 0.0, self.step)
+        return _smallest_within(tensor, planned, bound) or _low_rank_plan(
+            tensor, second, bound, 0.0, self.step
+        )
 
     def _contexts(
         self,
@@ -299,9 +296,9 @@ class FirstMoment(Recipe):
             return
         # Early in training, second moments are small, but first moments need not be more precise.
         wanted = replace(self, step=self.step * max(ratio / USUAL_RATIO, 1.0))
-        yield _by_second(second, wanted, bound)
         if source.n_patterns < MIN_CONTEXT_VALUES:
             yield _as_one(second, wanted, run)
+        yield _by_second(second, wanted, bound)
 
 
 def _is_beyond(tensor: TensorToEncode, encoding: TensorPlan, bound: MomentBound | None) -> bool:
@@ -443,8 +440,8 @@ def _by_row(source: TensorSource, wanted: FirstMoment, run: MapFunction) -> Step
     return StepContexts((Row(len(spreads), indices),), wanted.step * spreads, labels)
 
 
-def _first_plan(tensor: TensorToEncode, quantizer: StepQuantizer) -> tuple[TensorPlan, float, bool]:
-    """Plan levels; returns the plan, its bytes, and whether restored elements may exceed their bound."""
+def _first_plan(tensor: TensorToEncode, quantizer: StepQuantizer) -> _Planned:
+    """Plan levels; returns the plan, the counts of its codes, and whether elements may exceed their bound."""
     source, kind, contexts = tensor.source, quantizer.kind, quantizer.contexts
     measured = summed(tensor.run, lambda b: quantizer.sums(*b, source.patterns(*b)), source)
     level_range = measured.level_range()
@@ -465,9 +462,28 @@ def _first_plan(tensor: TensorToEncode, quantizer: StepQuantizer) -> tuple[Tenso
         rules=contexts.rules,
         tables=(stream_tables(joint, n_contexts),) if contexts.rules else (),
     )
-    n_bytes = len(pack_plan(source.dtype, tuple(source.shape), plan)) + entropy_bits(joint.counts) / 8
     encoding = TensorPlan(plan, replace(quantizer, contexts=contexts, level_range=level_range))
-    return encoding, n_bytes, bool(may_exceed)
+    return encoding, joint, bool(may_exceed)
+
+
+def _smallest_within(
+    tensor: TensorToEncode, planned: list[_Planned], bound: MomentBound | None
+) -> TensorPlan | None:
+    """Return the smallest plan whose restored elements are within their bound; the first of equal ones."""
+    source = tensor.source
+
+    def size(one: _Planned) -> float:
+        encoding, counted, _ = one
+        packed = pack_plan(source.dtype, tuple(source.shape), encoding.plan)
+        return len(packed) + entropy_bits(counted.counts) / 8
+
+    ascending = sorted(planned, key=size) if len(planned) > 1 else planned
+    within = (
+        encoding
+        for encoding, _, may_exceed in ascending
+        if not (may_exceed and _is_beyond(tensor, encoding, bound))
+    )
+    return next(within, None)
 
 
 def _codes_by_context(measured: LevelSums, level_range: LevelRange) -> ContextCounts:
