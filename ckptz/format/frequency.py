@@ -24,30 +24,14 @@ FEW_TABLES: Final = 1 << 10  # tables that a process makes with numpy, in a tent
 _n_made: Final = [0]
 Float64Array = NDArray[np.float64]
 
-# Binary logarithms of libm: those of numpy differ in the last bit between processors.
-_LOGS: Final = np.array([0.0, *map(math.log2, range(1, SCALE + 1))])
 # Bits of a code by its frequency; in single precision, because existing files were written with it.
-_CODE_BITS: Final = SCALE_BITS - _LOGS.astype(np.float32).astype(np.float64)
-
-
-def _logs(counts: Counts) -> Float64Array:
-    """Return the binary logarithms of counts [...], with 0 for 0."""
-    logs = _LOGS[np.minimum(counts, SCALE)]
-    is_large = counts > SCALE
-    logs[is_large] = [*map(math.log2, counts[is_large].tolist())]
-    return logs
+_CODE_BITS: Final = SCALE_BITS - plain.LOGS.astype(np.float32).astype(np.float64)
 
 
 def row_entropy_bits(counts: Counts) -> Float64Array:
     """Compute the entropy in bits [n] of each row of counts [n, 256] under an order-0 model."""
-    total, used = counts.sum(axis=1), counts[:, _used(counts)]
-    return _sums(-used * _logs(used)) + total * _logs(total)
-
-
-def _used(counts: Counts) -> slice:
-    """Return the slice from the first to the last symbol that occurs in counts [n, 256]; all if none does."""
-    columns = np.flatnonzero(counts.any(axis=0))
-    return slice(columns[0], columns[-1] + 1) if len(columns) else slice(0, 256)
+    bits: Float64Array = (cpu() if _n_made[0] > FEW_TABLES else plain).entropies(counts)
+    return bits
 
 
 def entropy_bits(counts: Counts) -> float:
@@ -55,17 +39,11 @@ def entropy_bits(counts: Counts) -> float:
     return float(sum(row_entropy_bits(counts.reshape(-1, counts.shape[-1])).tolist()))
 
 
-def _sums(terms: Float64Array) -> Float64Array:
-    """Sum rows [n, m] from left to right; `sum` uses another order, which rounds differently."""
-    sums: Float64Array = np.add.accumulate(terms, axis=1)[:, -1]
-    return sums
-
-
 def row_cost_bits(counts: Counts, frequencies: Frequencies) -> Float64Array:
     """Compute the bits [n] of counts [n, 256] under frequencies [n, 256]; infinite if a symbol has none."""
-    used = _used(counts)
+    used = plain.used_symbols(counts)
     counts, frequencies = counts[:, used], frequencies[:, used]
-    bits = _sums(counts * _CODE_BITS[frequencies])
+    bits = plain.row_sums(counts * _CODE_BITS[frequencies])
     bits[((counts > 0) & (frequencies == 0)).any(axis=1)] = math.inf
     return bits
 

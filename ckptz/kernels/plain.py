@@ -8,6 +8,7 @@ write the same bytes.
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, ParamSpec, TypeVar
@@ -550,6 +551,36 @@ def table_unpack(source: Bytes, out: NDArray[np.uint16]) -> int:
 
 
 # --- the encoder's choices ----------------------------------------------------------------------
+
+# Binary logarithms of libm: those of numpy differ in the last bit between processors.
+LOGS: Final = np.array([0.0, *map(math.log2, range(1, SCALE + 1))])
+
+
+def _logs(counts: Counts) -> NDArray[np.float64]:
+    """Return the binary logarithms of counts [...], with 0 for 0."""
+    logs = LOGS[np.minimum(counts, SCALE)]
+    is_large = counts > SCALE
+    logs[is_large] = [*map(math.log2, counts[is_large].tolist())]
+    return logs
+
+
+def used_symbols(counts: Counts) -> slice:
+    """Return the slice from the first to the last symbol that occurs in counts [n, 256]; all if none does."""
+    columns = np.flatnonzero(counts.any(axis=0))
+    return slice(columns[0], columns[-1] + 1) if len(columns) else slice(0, 256)
+
+
+def row_sums(terms: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Sum rows [n, m] from left to right; `sum` uses another order, which rounds differently."""
+    sums: NDArray[np.float64] = np.add.accumulate(terms, axis=1)[:, -1]
+    return sums
+
+
+@_counted
+def entropies(counts: Counts) -> NDArray[np.float64]:
+    """Compute the entropy in bits of each row of counts [n, m], times the number of its symbols."""
+    total, used = counts.sum(axis=1), counts[:, used_symbols(counts)]
+    return row_sums(-used * _logs(used)) + total * _logs(total)
 
 
 def ascending(values: NDArray[np.float64]) -> NDArray[np.int64]:

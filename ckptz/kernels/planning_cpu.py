@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 from numba import uint8, uint32, uint64
 
+from ckptz.kernels import plain
 from ckptz.kernels.floats import Bytes, Counts, Floats, Patterns, Reals
 from ckptz.kernels.numba_base import kernel, part, summing
 
-# Binary logarithms of small counts, the most frequent ones.
-_LOGS = np.array([0.0, *map(math.log2, range(1, 1 << 12))])
+_LOGS = plain.LOGS  # of small counts, the most frequent ones
 SINGLE_BITS = 40.0  # of a table of one symbol
 NONE = np.int64(-1)  # typed: with a literal instead, numba would compile another variant
 
@@ -49,7 +49,6 @@ def _entropies(counts: Any, bits: Any) -> None:
 
 
 def entropies(counts: Counts) -> Reals:
-    """Compute the entropy in bits of each row of counts [n, m], times the number of its symbols."""
     bits = np.empty(len(counts))
     _entropies(counts, bits)
     return bits

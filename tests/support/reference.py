@@ -35,6 +35,7 @@ from ckptz.kernels.floats import (  # noqa: F401 - some are kernels as they are
 from ckptz.kernels.plain import (  # noqa: F401
     ascending,
     count_streams,
+    entropies,
     golomb_unpack,
     histogram,
     huffman_decode,
