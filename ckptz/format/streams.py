@@ -10,7 +10,7 @@ import bisect
 import itertools
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Final
@@ -74,6 +74,7 @@ HUFFMAN_HEAD: Final = SIZES.size + 4  # bytes of part sizes, and of padding bits
 RANDOM_MIN: Final = 1 << 14
 RANDOM_BITS: Final = 7.956
 SAMPLE_BIAS: Final = 255 / 2 * math.log2(math.e)  # bits that a sample of random bytes seems to have less
+SHORTEST: Final = 9  # codes of a stream that a table of 8 bytes, or zstd, may reduce
 ALONE_MIN: Final = 1 << 17  # codes of a stream that is passed to kernels without copying it
 
 
@@ -155,7 +156,7 @@ def encode_rans_streams(
         encoding_tables(segments.tables),
         n_lanes,
         np.frombuffer(bytearray(b"".join(heads)), np.uint8),
-        np.cumsum([len(head) for head in heads]),
+        np.array([*itertools.accumulate(map(len, heads))]),
     )
     return [coded.data[i:j] for i, j in spans.tolist()]
 
@@ -195,19 +196,20 @@ def pack_gaps(positions: Positions) -> Bytes:
 
     A gap is gap // 255 bytes of 255, then a byte with the remainder.
     """
-    return _pack_gaps(positions, np.array([len(positions)]), np.zeros(1, np.int64))[0]
+    return _pack_gaps(positions, np.array([len(positions)]))[0]
 
 
-def _pack_gaps(positions: Positions, ends: Counts, begins: Counts) -> tuple[Bytes, Counts]:
-    """Pack the gaps of m streams, given the end of each in `positions` and its first position in `begins`.
+def _pack_gaps(positions: Positions, ends: Counts) -> tuple[Bytes, Counts]:
+    """Pack the gaps of m streams, given the end of each in `positions`; positions are those in the stream.
 
     Returns:
         (concatenated gaps, end of each stream [m]).
     """
-    gaps = np.diff(positions, prepend=-1) - 1
+    gaps = positions - 1
+    gaps[1:] -= positions[:-1]
     firsts = np.concatenate(([0], ends[:-1]))
-    is_used = firsts < ends
-    gaps[firsts[is_used]] = positions[firsts[is_used]] - begins[is_used]
+    firsts = firsts[firsts < ends]
+    gaps[firsts] = positions[firsts]
     n_full = gaps // MAX_GAP_BYTE
     packed_ends = np.cumsum(n_full + 1)
     packed = np.full(packed_ends[-1] if len(gaps) else 0, MAX_GAP_BYTE, np.uint8)
@@ -304,37 +306,70 @@ def encode_streams(
         huffman_margin: for code streams, the share of bytes that Huffman may take beyond the entropy; None
             excludes Huffman.
     """
-    random = set() if counts is not None else _random_streams(parts)
-    ordinary = [part for k, part in enumerate(parts) if k not in random]
-    coded = iter(_encode_ordinary(ordinary, counts, beats, huffman_margin, nested=nested) if ordinary else ())
-    return [(CoderId.STORED, part.data) if k in random else next(coded) for k, part in enumerate(parts)]
+    return _Coders(parts, counts, beats, huffman_margin, nested=nested).encoded(range(len(parts)))
 
 
-def _encode_ordinary(
-    parts: Sequence[Bytes],
-    counts: Counts | None,
-    beats: Sequence[float] | None,
-    huffman_margin: float | None,
-    *,
-    nested: bool,
-) -> list[Stream]:
-    if counts is None:
-        counts = np.empty((len(parts), 256), np.int64)
-        for at in _kernel_calls(parts, range(len(parts))):
-            counts[at] = cpu().count_streams(*joined([parts[k] for k in at]))
-    tables = _OwnTables([len(part) for part in parts], counts, huffman_margin)
-    sparse = {} if nested else _encode_sparse(parts, counts)
-    least = _least_zstd([middle_of(part) for part in parts], tables.owns)
-    streams = [
-        _by_other_coder(
-            part, counts[k], own, sparse.get(k), least[k], float("inf") if beats is None else beats[k]
-        )
-        for k, (part, own) in enumerate(zip(parts, tables.owns, strict=True))
-    ]
-    for at in _kernel_calls(parts, [k for k, other in enumerate(streams) if other is None]):
-        for k, stream in tables.encode(parts, at):
-            streams[k] = stream
-    return [stream for stream in streams if stream is not None]
+class _Coders:
+    """The coders of m streams, chosen before streams with tables of their own are encoded.
+
+    Arguments are those of `encode_streams`.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Bytes],
+        counts: Counts | None = None,
+        beats: Sequence[float] | None = None,
+        huffman_margin: float | None = None,
+        *,
+        nested: bool,
+    ) -> None:
+        self._parts = parts
+        # Streams that need no table, by number.
+        self._streams = {k: _short(part) for k, part in enumerate(parts) if len(part) < SHORTEST}
+        if counts is None:
+            self._streams |= {k: (CoderId.STORED, parts[k].data) for k in _random_streams(parts)}
+            counts = np.zeros((len(parts), 256), np.int64)
+            for at in _kernel_calls(parts, self._left()):
+                counts[at] = cpu().count_streams(*joined([parts[k] for k in at]))
+        commons, peaks = counts.argmax(axis=1).tolist(), counts.max(axis=1).tolist()
+        constant = [k for k in self._left() if peaks[k] == len(parts[k])]
+        self._streams |= {k: (CoderId.CONSTANT, bytes((commons[k],))) for k in constant}
+        if left := self._left():
+            self._tables = _OwnTables([*map(len, parts)], counts, left, huffman_margin)
+            limits = [own.n_bytes if own.pays else own.n for own in self._tables.owns]
+            if beats is not None:
+                limits = [*map(min, limits, beats)]
+            sparse = {} if nested else _encode_sparse(parts, left, commons, peaks, limits)
+            self._add_others(left, limits, sparse)
+
+    def _left(self) -> list[int]:
+        """Return the numbers of the streams that are not encoded yet."""
+        return [k for k in range(len(self._parts)) if k not in self._streams]
+
+    def _add_others(self, left: Sequence[int], limits: Sequence[float], sparse: Mapping[int, bytes]) -> None:
+        """Encode the streams `left` that another coder makes smaller than their limits and own tables."""
+        middles, owns = [middle_of(self._parts[k]) for k in left], [self._tables.owns[k] for k in left]
+        for k, middle, own, least in zip(left, middles, owns, _least_zstd(middles, owns), strict=True):
+            stream = _by_other_coder(self._parts[k], middle, own, sparse.get(k), least, limits[k])
+            if stream is not None:
+                self._streams[k] = stream
+
+    def least_bytes(self, k: int) -> float:
+        """Return a lower bound of the size of stream `k` in bytes."""
+        return len(self._streams[k][1]) if k in self._streams else self._tables.owns[k].least_bytes
+
+    def encoded(self, which: Sequence[int]) -> list[Stream]:
+        """Return the streams `which`; those left are encoded with their own tables."""
+        for at in _kernel_calls(self._parts, [k for k in which if k not in self._streams]):
+            self._streams |= self._tables.encode(self._parts, at)
+        return [self._streams[k] for k in which]
+
+
+def _short(symbols: Bytes) -> Stream:
+    """Encode a stream that is too short for tables and for zstd."""
+    codes = symbols.tobytes()
+    return (CoderId.CONSTANT, codes[:1]) if codes.count(codes[0]) == len(codes) else (CoderId.STORED, codes)
 
 
 def _kernel_calls(parts: Sequence[Bytes], which: Sequence[int]) -> list[list[int]]:
@@ -349,27 +384,30 @@ class _OwnTables:
     Args:
         sizes: number of codes of each stream.
         counts: histograms [m, 256].
+        left: streams that may have a table, all with at least two symbols.
         huffman_margin: see `encode_streams`.
 
     Attributes:
         owns: estimated size of each stream with its own table.
     """
 
-    def __init__(self, sizes: Sequence[int], counts: Counts, huffman_margin: float | None) -> None:
+    def __init__(
+        self, sizes: Sequence[int], counts: Counts, left: Sequence[int], huffman_margin: float | None
+    ) -> None:
         estimates = zip(sizes, least_packed(counts).tolist(), row_entropy_bits(counts).tolist(), strict=True)
         self.owns = [OwnTable.of(*each) for each in estimates]
-        self._packed = [b""] * len(sizes)
-        self._lengths, self._huffman = np.zeros(counts.shape, np.uint8), set[int]()
-        self._frequencies = np.zeros(counts.shape, np.uint16)
-        paying = [k for k, own in enumerate(self.owns) if own.pays]
+        self._packed, self._huffman = [b""] * len(sizes), set[int]()
+        paying = [k for k in left if self.owns[k].pays]
         if huffman_margin is not None:
-            peaks = counts.max(axis=1).tolist()
-            several = [k for k in paying if sizes[k] >= HUFFMAN_CODES and peaks[k] < sizes[k]]
+            several = [k for k in paying if self.owns[k].may_be_huffman(huffman_margin)]
             self._add_huffman(several, counts, huffman_margin)
         self._add_rans([k for k in paying if k not in self._huffman], counts)
 
     def _add_huffman(self, at: list[int], counts: Counts, margin: float) -> None:
         """Compute code lengths for the streams `at`, and choose Huffman where it is within the margin."""
+        if not at:
+            return
+        self._lengths = np.zeros(counts.shape, np.uint8)
         self._lengths[at] = cpu().huffman_lengths(counts[at])
         all_bits = (counts[at] * self._lengths[at]).sum(axis=1).tolist()
         for k, n_bits in zip(at, all_bits, strict=True):
@@ -381,16 +419,20 @@ class _OwnTables:
                 self.owns[k] = OwnTable(ideal.n, n_bytes, ideal.bits)
 
     def _add_rans(self, at: list[int], counts: Counts) -> None:
-        if at:
-            self._frequencies[at] = normalise(counts[at])
-            tables_bits = row_cost_bits(counts[at], self._frequencies[at]).tolist()
-            tables = cut(*pack_tables(self._frequencies[at]))
-            for k, table, bits in zip(at, tables, tables_bits, strict=True):
-                self._packed[k] = table.tobytes()
-                self.owns[k] = OwnTable.of(self.owns[k].n, len(table), bits)
+        if not at:
+            return
+        own_counts = counts[at]
+        frequencies = normalise(own_counts)
+        self._frequencies = np.zeros(counts.shape, np.uint16)
+        self._frequencies[at] = frequencies
+        tables_bits = row_cost_bits(own_counts, frequencies).tolist()
+        for k, table, bits in zip(at, cut(*pack_tables(frequencies)), tables_bits, strict=True):
+            self._packed[k] = table.tobytes()
+            self.owns[k] = OwnTable.of(self.owns[k].n, len(table), bits)
 
-    def encode(self, parts: Sequence[Bytes], at: Sequence[int]) -> Iterator[tuple[int, Stream]]:
-        """Encode the streams `at` with their tables; yield (number, stream)."""
+    def encode(self, parts: Sequence[Bytes], at: Sequence[int]) -> dict[int, Stream]:
+        """Encode the streams `at` with their tables; return them by number."""
+        streams = dict[int, Stream]()
         for coder in (CoderId.HUFFMAN, CoderId.RANS_OWN):
             which = [k for k in at if (k in self._huffman) == (coder is CoderId.HUFFMAN)]
             if not which:
@@ -399,13 +441,14 @@ class _OwnTables:
             packed, sizes = [self._packed[k] for k in which], [self.owns[k].n_bytes for k in which]
             if coder is CoderId.HUFFMAN:
                 n_bytes = np.array([*map(math.ceil, sizes)])
-                streams = encode_huffman_streams(symbols, ends, self._lengths[which], n_bytes, packed)
+                coded = encode_huffman_streams(symbols, ends, self._lengths[which], n_bytes, packed)
             else:
                 segments = Segments(ends, np.arange(len(which)), self._frequencies[which])
                 begins, n_segments = np.concatenate(([0], ends[:-1])), np.arange(1, len(which) + 1)
                 lanes = np.array([*map(n_lanes_for, sizes)])
-                streams = encode_rans_streams(symbols, begins, n_segments, segments, lanes, packed)
-            yield from zip(which, ((coder, stream) for stream in streams), strict=True)
+                coded = encode_rans_streams(symbols, begins, n_segments, segments, lanes, packed)
+            streams |= {k: (coder, stream) for k, stream in zip(which, coded, strict=True)}
+        return streams
 
 
 def least_packed(counts: Counts) -> Counts:
@@ -418,28 +461,41 @@ def least_packed(counts: Counts) -> Counts:
     return least
 
 
-def _encode_sparse(parts: Sequence[Bytes], counts: Counts) -> dict[int, bytes]:
-    """Encode streams with one dominant code as sparse; return them by number."""
-    commons, peaks = counts.argmax(axis=1).tolist(), counts.max(axis=1).tolist()
-    at = [k for k, part in enumerate(parts) if SPARSE_MIN_SHARE * len(part) <= peaks[k] < len(part)]
+def _encode_sparse(
+    parts: Sequence[Bytes],
+    left: Sequence[int],
+    commons: Sequence[int],
+    peaks: Sequence[int],
+    limits: Sequence[float],
+) -> dict[int, bytes]:
+    """Encode streams `left` with one dominant code as sparse, if that may be below their limits, by number.
+
+    Args:
+        parts: all streams.
+        left: numbers of streams.
+        commons: the most frequent code of each stream.
+        peaks: its occurrences.
+        limits: size in bytes of the best other coder.
+    """
+    at = [k for k in left if SPARSE_MIN_SHARE * len(parts[k]) <= peaks[k]]
     if not at:
         return {}
-    symbols, ends = joined([parts[k] for k in at])
-    sizes = np.diff(ends, prepend=0)
-    positions = np.flatnonzero(symbols != np.repeat(np.array([commons[k] for k in at], np.uint8), sizes))
-    value_ends = np.searchsorted(positions, ends)
-    gaps, gap_ends = _pack_gaps(positions, value_ends, ends - sizes)
-    pairs = zip(cut(gaps, gap_ends), cut(symbols[positions], value_ends), strict=True)
-    splits = [*itertools.chain.from_iterable(pairs)]
-    coded = iter(zip(splits, encode_streams(splits, nested=True), strict=True))
-    return {k: _packed_sparse(commons[k], (next(coded), next(coded))) for k in at}
+    others = [np.flatnonzero(parts[k] != commons[k]) for k in at]
+    values = [parts[k][positions] for k, positions in zip(at, others, strict=True)]
+    splits = [*itertools.chain.from_iterable(zip(cut(*_pack_gaps(*joined(others))), values, strict=True))]
+    coders = _Coders(splits, nested=True)
+    least = [*map(coders.least_bytes, range(len(splits)))]
+    which = [i for i, k in enumerate(at) if least[2 * i] + least[2 * i + 1] < limits[k]]
+    numbers = [j for i in which for j in (2 * i, 2 * i + 1)]
+    coded = iter(zip([splits[j] for j in numbers], coders.encoded(numbers), strict=True))
+    return {at[i]: _packed_sparse(commons[at[i]], (next(coded), next(coded))) for i in which}
 
 
 def joined(parts: Sequence[Any]) -> tuple[Any, Counts]:
     """Concatenate m arrays; return the result and the end of each [m]. A single array is not copied."""
     if len(parts) == 1:
         return parts[0], np.array([len(parts[0])])
-    return np.concatenate(parts), np.cumsum([len(part) for part in parts])
+    return np.concatenate(parts), np.array([*itertools.accumulate(map(len, parts))])
 
 
 def cut(parts: Any, ends: Counts) -> list[Any]:
@@ -448,20 +504,16 @@ def cut(parts: Any, ends: Counts) -> list[Any]:
 
 
 def _by_other_coder(
-    symbols: Bytes, counts: Counts, own: OwnTable, sparse: bytes | None, least: float, beat: float
+    symbols: Bytes, middle: Bytes, own: OwnTable, sparse: bytes | None, least: float, limit: float
 ) -> Stream | None:
     """Encode a stream with another coder; return None if its own table gives the smallest result."""
-    n, common = len(symbols), int(counts.argmax())
-    if counts[common] == n:
-        return CoderId.CONSTANT, bytes((common,))
-    plain = min(own.n_bytes if own.pays else n, beat)
     candidates: list[tuple[CoderId, bytes]] = [] if sparse is None else [(CoderId.SPARSE, sparse)]
-    if zstd_promises(middle_of(symbols), n, plain, least):
+    if zstd_promises(middle, own.n, limit, least):
         candidates.append((CoderId.ZSTD, _zstd_compress(symbols)))
     coder, stream = min(candidates, key=lambda c: len(c[1]), default=(CoderId.STORED, b""))
-    if candidates and len(stream) < plain:
+    if candidates and len(stream) < limit:
         return coder, stream
-    return (CoderId.STORED, symbols.data) if not own.pays or own.n_bytes > plain else None
+    return (CoderId.STORED, symbols.data) if not own.pays or own.n_bytes > limit else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -476,6 +528,19 @@ class OwnTable:
     def pays(self) -> bool:
         """True if the stream is sufficiently smaller than the codes."""
         return self.n_bytes < self.n * (1 - MIN_GAIN)
+
+    @property
+    def least_bytes(self) -> float:
+        """Lower bound of the size of the encoded stream with a rANS table.
+
+        A step of a coder with state x takes up to log2(x / (x - x mod f)) bits less than the ideal, at most
+        0.023 without a word and 0.18 with one; and 16 of the 32 bits of each state may be zeros.
+        """
+        return 0.98 * self.n_bytes - self.n / 256 - 2 * n_lanes_for(self.n_bytes)
+
+    def may_be_huffman(self, margin: float) -> bool:
+        """Return whether a Huffman table may be within the margin; its codes have at least one bit each."""
+        return HUFFMAN_CODES <= self.n <= 8 * (1 + margin) * self.n_bytes
 
     @classmethod
     def of(cls, n: int, n_packed: int, bits: float) -> OwnTable:
@@ -523,6 +588,8 @@ def _least_zstd(middles: Sequence[Bytes], owns: Sequence[OwnTable]) -> list[floa
         m if own.bits < QUICK_BITS * own.n and own.n >= QUICK_CODES else m[:0]
         for m, own in zip(middles, owns, strict=True)
     ]
+    if not any(map(len, samples)):
+        return [0.0] * len(samples)
     least = []
     for sample, own, (hits, runs) in zip(
         samples, owns, cpu().repeats(*joined(samples)).tolist(), strict=True

@@ -221,8 +221,8 @@ def rans_encode(
     head_ends: Counts,
 ) -> tuple[Bytes, Counts]:
     n_codes = segment_ends[stream_segments - 1] - begins
-    n_heads = np.diff(head_ends, prepend=0)
-    words = np.empty(int(((n_heads + 1) // 2 + 2 * n_lanes + 1 + n_codes).sum()), np.uint16)
+    n_head_words = (int(head_ends[-1]) + len(begins)) // 2  # or fewer, as each head has an even begin
+    words = np.empty(n_head_words + int((n_codes + 2 * n_lanes + 1).sum()), np.uint16)
     out, spans = words.view(np.uint8), np.empty((len(begins), 2), np.int64)
     _rans_encode(
         *(symbols, begins, stream_segments, segment_ends, table_of, entries),

@@ -17,6 +17,7 @@ from ckptz.format.streams import (
     HUFFMAN_CODES,
     OF_CODE_STREAMS,
     CoderId,
+    _Coders,
     decode_stream,
     encode_stream,
     encode_streams,
@@ -129,6 +130,19 @@ def test_streams_are_those_of_codes_encoded_one_by_one(start: object) -> None:
         (coder, bytes(data)) for coder, data in map(encode_stream, parts)
     ]
     assert {coder for coder, _ in batch} == set(CoderId) - OF_CODE_STREAMS
+
+
+@pytest.mark.parametrize("n", [9, 300, 5000, 200_000])
+def test_no_stream_is_smaller_than_the_bound_by_which_sparse_ones_are_dropped(n: int) -> None:
+    compiled()
+    rng = np.random.default_rng(n)
+    for share in (0.5, 0.9, 0.99):
+        skewed = np.minimum(rng.geometric(share, n), 255).astype(np.uint8)
+        for codes in (skewed, np.sort(skewed), np.sort(skewed)[::-1].copy(), skewed % 2):
+            coders = _Coders([codes], nested=True)
+            bound = coders.least_bytes(0)
+            [(_, stream)] = coders.encoded([0])
+            assert 0.9 * len(stream) - n / 128 - 70 < bound <= len(stream)
 
 
 @pytest.mark.parametrize("kernels", ["numpy", "compiled"])
