@@ -283,7 +283,7 @@ class Grid(Method):
             standard deviation, or to a relative 2^-10 if that is coarser or there are no second moments.
         purpose: "resume" preserves the movement of training, however often it restarts from such files;
             "ship" makes the smallest file for evaluation. "auto" means resume for files with optimizer state
-            or with a base, and ship for weights only.
+            or with a base and for runs that expect restarts, and ship for weights only.
         most_moves: largest step of a delta to resume from, in mean movements since the newest file.
 
     Example:
@@ -365,13 +365,15 @@ class Grid(Method):
         """Return finer steps for more restarts, since each restart adds a loss that grows with the step.
 
         Full files get still finer steps, because the error of the first one remains through all restarts.
-        Steps of weights are also finer without second moments, and near the end of training.
+        Steps of weights are also finer without second moments, and near the end of training. The purpose is
+        to resume, also for weights without optimizer state, as those of SGD without momentum.
         """
         share = RESTART_SHARE * min(max(USUAL_RESTORES / n, 1 / 16), 1.0)
         step = self.step * share * (1.0 if is_guided else UNGUIDED_SHARE)
         finer = self._with_step(step * late_factor, share)
         full_step = self.full_step or step * min(FULL_SHARE, late_factor)
-        return replace(finer, full_step=full_step, most_moves=self.most_moves * late_factor)
+        purpose = "resume" if self.purpose == "auto" else self.purpose
+        return replace(finer, full_step=full_step, most_moves=self.most_moves * late_factor, purpose=purpose)
 
     def scaled(self, multiplier: float) -> Self:
         """Return the settings with all steps multiplied; the steps of moments have a maximum."""

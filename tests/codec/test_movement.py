@@ -575,6 +575,23 @@ def test_full_files_preserve_the_movement_since_a_restore(
     assert shares == pytest.approx([1] * len(shares), abs=0.35)
 
 
+def test_full_files_without_optimizer_state_keep_the_movement(tmp_path: Path) -> None:
+    """As of SGD without momentum: a run that restarts never writes files for evaluation only."""
+    torch.manual_seed(0)
+    model, shares = torch.nn.Linear(128, 128, bias=False), []
+    generator = torch.Generator().manual_seed(1)
+    for step in range(1, 5):
+        start = model.weight.detach().numpy().copy()
+        with torch.no_grad():
+            model.weight += torch.randn(128, 128, generator=generator) * model.weight.std() * 0.02
+        exact = model.weight.detach().numpy().copy()
+        with Checkpointer(tmp_path, model, config=Grid(), keep=LOSSY, full_every=1) as saver:
+            saver.save(step)
+            saver.restore(step)
+        shares.append(share_kept(exact, model.weight.detach().numpy(), start))
+    assert shares[1:] == pytest.approx([1] * 3, abs=0.15)
+
+
 @pytest.mark.parametrize("damage", ["truncated", "a flipped bit", "deleted"])
 def test_a_damaged_newest_file_does_not_prevent_a_save(tmp_path: Path, damage: str) -> None:
     model, optimizer = train_layer(1e-4)
