@@ -348,16 +348,16 @@ class StepStore:
             return self._origin.open_in(self.local_folder, stack), 0
         return None
 
-    def open_newest(self, stack: contextlib.ExitStack) -> Checkpoint | None:
-        """Open the newest file of weights, which `stack` closes; None if there is none.
+    def open_newest(self, kind: FileKind, stack: contextlib.ExitStack) -> Checkpoint | None:
+        """Open the newest file of a kind, which `stack` closes; None if there is none.
 
         Raises:
             Exception: it cannot be read; stores behind URLs have errors of their own.
         """
-        steps = self.listing().weights_steps
+        steps = self.listing().steps_of(kind)
         if not steps:
             return None
-        newest = stack.enter_context(self.opened(StepFile(steps[-1], "weights")))
+        newest = stack.enter_context(self.opened(StepFile(steps[-1], kind)))
         newest.share_decoded(self.last)
         return newest
 

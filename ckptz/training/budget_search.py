@@ -130,7 +130,7 @@ class BudgetSearch:
         with contextlib.ExitStack() as stack:
             opened = {kind: found_base(partial(store.open_base, kind, rule), stack, []) for kind in kinds}
             bases = {kind: None if one is None else one[0] for kind, one in opened.items()}
-            newest = found_base(store.open_newest, stack, [])
+            newest = found_base(partial(store.open_newest, "weights"), stack, [])
             target = store.local_folder / file.name
             try:
                 report = self._search(state, calibration, target, bases, newest, jobs)

@@ -251,7 +251,7 @@ class StepWriter:
         folder, exact = store.local_folder, dict[StepFile, Written]()
         with store.publishing(self.step, notes) as files, files.file(folder / weights_file.name) as sink:
             with files.file(folder / state_file.name) as state_sink:
-                write_state = functools.partial(self._write_state, state_sink)
+                write_state = functools.partial(self._write_state, state_sink, store)
                 state = store.write_against_base("state", write_state, rule, notes)
             if not (self.method.config.is_lossy or self.state.hold.has_weights):
                 self.state.hold.release()  # lossy weights and residuals read optimizer state again
@@ -261,7 +261,7 @@ class StepWriter:
                 if state.n_lossy:
                     restored = open_checkpoint(state_path, last=store.last)
                     stack.callback(restored.close)
-                newest = found_base(store.open_newest, stack, []) if self.method.config.is_lossy else None
+                newest = self._newest("weights", store, stack) if self.method.config.is_lossy else None
                 write_weights = functools.partial(self._write_weights, sink, restored, newest)
                 weights = store.write_against_base("weights", write_weights, rule, notes)
                 sink.flush()
@@ -305,7 +305,9 @@ class StepWriter:
         write = functools.partial(self._write, "weights", sink)
         return write_after(write, against(job, base), newest, base, self._notes["weights"])
 
-    def _write_state(self, sink: BinaryIO, base: Checkpoint | None, position: int) -> Written:
+    def _write_state(
+        self, sink: BinaryIO, store: StepStore, base: Checkpoint | None, position: int
+    ) -> Written:
         method = self._against("state", base)
         quality = method.quality if method.config.loses_state else ()
         job = self.state.job(self.state.rest, method)
@@ -319,7 +321,15 @@ class StepWriter:
             guides = {**of_moments, **self._guides_of_copies(method, stack)}
             metadata = {POSITION_KEY: str(position)}
             job = replace(job, guides=guides, beside={}, quality=quality, metadata=metadata)
-            return self._write("state", sink, against(job, base))
+            # Only weights are compared with the newest file, so moments alone do not need it.
+            is_compared = self.state.copies and method.config.is_lossy
+            newest = self._newest("state", store, stack) if is_compared else None
+            write = functools.partial(self._write, "state", sink)
+            return write_after(write, against(job, base), newest, base, self._notes["state"])
+
+    def _newest(self, kind: FileKind, store: StepStore, stack: contextlib.ExitStack) -> Checkpoint | None:
+        """Open the newest file of a kind, which `stack` closes; None if there is none that can be opened."""
+        return found_base(functools.partial(store.open_newest, kind), stack, [])
 
     def _guides_of_copies(
         self, method: LossSettings, stack: contextlib.ExitStack
