@@ -25,7 +25,7 @@ from ckptz.format.bits import xxh64, xxh64_of_parts
 from ckptz.format.context_rules import N_MAGNITUDE_CONTEXTS, Labels, Magnitude, runs_of
 from ckptz.format.dtypes import DType
 from ckptz.format.frame import ChunkRecord, FrameHeader, StreamRecord, pack_plan
-from ckptz.format.plan import Plan, PlaneMode, Predictor, kernel_mode, planes_plan
+from ckptz.format.plan import Plan, PlaneMode, Predictor, QuantizationMap, kernel_mode, planes_plan
 from ckptz.format.sources import CHUNK_VALUES, PATTERN_TYPES, ChunkSources, TensorSource
 from ckptz.format.streams import CoderId, Stream, cut, encode_sparse, encode_streams, pack_gaps
 from ckptz.format.values import FLOAT_KINDS, predicted
@@ -50,14 +50,16 @@ class Deviation:
     largest: float  # greatest absolute error
     error: float  # sum of squared errors
     power: float  # sum of squared values
-    counts: NDArray[np.int64]  # patterns by code [256]
+    n_escaped: int = 0  # elements that are stored exactly
+    n_zeros: int = 0  # elements whose code is restored as zero, if the plan counts them
 
     def __add__(self, other: Deviation) -> Deviation:
         return Deviation(
             largest=max(self.largest, other.largest),
             error=self.error + other.error,
             power=self.power + other.power,
-            counts=self.counts + other.counts,
+            n_escaped=self.n_escaped + other.n_escaped,
+            n_zeros=self.n_zeros + other.n_zeros,
         )
 
 
@@ -122,7 +124,9 @@ def _quantize(
     return decoded, codes
 
 
-def _deviation(kind: int, patterns: Patterns, decoded: Patterns, counts: NDArray[np.int64]) -> Deviation:
+def _deviation(
+    kind: int, patterns: Patterns, decoded: Patterns, n_escaped: int = 0, n_zeros: int = 0
+) -> Deviation:
     exact, restored = (cpu().to_f32(u, kind).view(np.float32) for u in (patterns, decoded))
     largest, error, power = cpu().deviation(exact, restored)
     if largest < FLUSHED_BELOW:
@@ -131,7 +135,13 @@ def _deviation(kind: int, patterns: Patterns, decoded: Patterns, counts: NDArray
         difference = wide_restored - wide
         largest = np.abs(difference).max(initial=0.0)
         error, power = product(difference, difference), product(wide, wide)
-    return Deviation(float(largest), float(error), float(power), counts)
+    return Deviation(float(largest), float(error), float(power), n_escaped, n_zeros)
+
+
+def _n_zeros(quant_map: QuantizationMap, codes: Bytes) -> int:
+    """Count the elements whose code is restored as zero."""
+    levels = quant_map.table.expand()[0][: quant_map.escape_code]
+    return int(cpu().histogram(codes)[: len(levels)][levels & 0x7FFFFFFF == 0].sum())
 
 
 def restored_chunk(source: TensorSource, encoding: TensorPlan, sources: ChunkSources) -> Quantized:
@@ -200,7 +210,7 @@ def _encode_planes(
     if encoding.rounded is not None:
         decoded = encoding.rounded.patterns(sources.begin, sources.end)
         kind = FLOAT_KINDS[source.dtype.name]
-        deviation = _deviation(kind, exact, decoded, np.zeros(256, np.int64))
+        deviation = _deviation(kind, exact, decoded)
     base = sources.base_patterns() if plan.predictor is Predictor.BASE else decoded
     if encoding.is_sparse and (changes := encode_changes(decoded, base, plan, source.dtype)) is not None:
         return changes, decoded, deviation
@@ -239,14 +249,16 @@ def _encode_map(
     assert codes is not None
     assert plan.quant_map is not None
     streams = _encode_codes(codes, encoding, labels)
+    n_escaped = 0
     if plan.quant_map.escape_code is not None:
-        streams += encode_values(decoded[codes == plan.quant_map.escape_code])
+        escaped = decoded[codes == plan.quant_map.escape_code]
+        streams, n_escaped = streams + encode_values(escaped), len(escaped)
+    n_zeros = _n_zeros(plan.quant_map, codes) if encoding.counts_zeros else 0
     if isinstance(encoding.quantizer, CodedQuantizer):  # errors were measured on the device
         errors = encoding.quantizer.source.errors[begin // CHUNK_VALUES]
-        return streams, decoded, Deviation(*errors, cpu().histogram(codes))
-    counts = encoding.counted[0].total if encoding.counted else cpu().histogram(codes)
+        return streams, decoded, Deviation(*errors, n_escaped, n_zeros)
     exact = unmoved(source).patterns(begin, end)
-    return streams, decoded, _deviation(header.value_table.kind, exact, decoded, counts)
+    return streams, decoded, _deviation(header.value_table.kind, exact, decoded, n_escaped, n_zeros)
 
 
 def encoded_bytes(source: TensorSource, base: TensorSource | None, encoding: TensorPlan) -> float:

@@ -120,6 +120,7 @@ class TensorPlan:
     by_table: tuple[tuple[NDArray[np.int64], ...], ...] = ()
     n_random: int = 0  # lowest planes that look random, so are encoded without contexts
     huffman_margin: float | None = None  # see `Effort`
+    counts_zeros: bool = False  # count the elements whose code is restored as zero
     is_sparse: bool = False  # encode the positions of changes in chunks where few patterns changed
     # Settings that planning chose, added to those of the recipe in the file's record.
     recorded: Mapping[str, int | float | bool | str] = field(default_factory=dict)

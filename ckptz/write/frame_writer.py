@@ -25,7 +25,7 @@ from ckptz.format.caches import CachedChunks, LRUCache
 from ckptz.format.dtypes import DType
 from ckptz.format.frame import ChunkRecord, FrameHeader, header_bytes, pack_plan
 from ckptz.format.index import LossyRecord, TensorEntry
-from ckptz.format.plan import QuantizationMap, exact_plan
+from ckptz.format.plan import exact_plan
 from ckptz.format.reader import FrameSource, GroupMember
 from ckptz.format.sources import (
     CHUNK_VALUES,
@@ -197,8 +197,10 @@ class FilePlan:
     def _planned(
         self, name: str, base: TensorSource | None, context_tensors: Tensors, run: MapFunction
     ) -> TensorPlan:
-        encoding = self.recipes[name].plan(self._tensor_to_encode(name, base, context_tensors, run))
-        return replace(encoding, huffman_margin=self.effort.huffman_margin)
+        recipe = self.recipes[name]
+        encoding = recipe.plan(self._tensor_to_encode(name, base, context_tensors, run))
+        prunes = recipe.partitions is not None and recipe.partitions.prune > 0
+        return replace(encoding, huffman_margin=self.effort.huffman_margin, counts_zeros=prunes)
 
     def _tensor_to_encode(
         self,
@@ -296,19 +298,16 @@ def _lossy_record(
     plan: FilePlan, name: str, encoding: TensorPlan, header: FrameHeader, deviation: Deviation
 ) -> LossyRecord:
     recipe, role, source = plan.recipes[name], (plan.job.roles or {})[name], plan.tensors[name]
-    quant_map = header.plan.quant_map
     moved: dict[str, Setting] = {}
     if isinstance(source, MovedSource):
         moved[MOVED] = _brief(source.share)
-    escape = None if quant_map is None else quant_map.escape_code
-    prunes = recipe.partitions is not None and recipe.partitions.prune > 0
     return LossyRecord(
         method=recipe.name,
         role=role.role,
         layer_type=role.layer_type,
         settings=recipe.settings() | dict(encoding.recorded) | moved,
-        n_pruned=_n_pruned(quant_map, deviation) if prunes and quant_map is not None else 0,
-        n_protected=0 if escape is None else int(deviation.counts[escape]),
+        n_pruned=deviation.n_zeros,
+        n_protected=deviation.n_escaped,
         # The difference of two floats of very different size is rounded in double, so the bound is rounded
         # up.
         max_abs_error=_brief(math.nextafter(deviation.largest, math.inf)) if deviation.largest else 0.0,
@@ -322,12 +321,6 @@ def _brief(value: float) -> float:
     """Round up to seven digits, so that bounds hold; more digits would take a tenth of a delta's index."""
     brief = float(f"{value:.6e}")
     return brief if brief >= value else float(f"{value * (1 + 1e-6):.6e}")
-
-
-def _n_pruned(quant_map: QuantizationMap, deviation: Deviation) -> int:
-    """Count the elements whose code is restored as zero."""
-    levels = quant_map.table.expand()[0][: quant_map.escape_code]
-    return int(deviation.counts[: len(levels)][levels & 0x7FFFFFFF == 0].sum())
 
 
 def write_frames(
