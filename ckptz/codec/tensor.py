@@ -229,13 +229,10 @@ def mean_sensitivity_of(pairs: Iterable[tuple[TensorSource, TensorSource]]) -> f
             continue
         begin = n // 2 // CHUNK_VALUES * CHUNK_VALUES
         bounds = (begin, min(begin + CHUNK_VALUES, n))
-        squares = floats_in(moments, *bounds)
-        with np.errstate(invalid="ignore"):
-            products = np.square(floats_in(weight, *bounds), dtype=np.float64)
-            products *= squares
-            power = float(products.sum())
+        values, squares = floats_in(weight, *bounds), floats_in(moments, *bounds)
+        power, is_measured = rounding().sensitivities(values, squares, False, 0, len(values), np.zeros(1))
         # A sum of float64 products of finite float32 values cannot overflow.
-        if math.isfinite(power) and squares.min() >= 0:
-            total += power * n / len(products)
+        if math.isfinite(power) and is_measured:
+            total += power * n / len(values)
             n_patterns += n
     return total / n_patterns if total > 0 else None
