@@ -169,7 +169,8 @@ class GridTensor(Quantizer):
         if np.count_nonzero(is_far) < MIN_DECIDING:
             is_far[:] = True
         least = LEAST_OF_CLUSTERS if base is None else LEAST
-        rule = choose_rounding(np.where(is_far, movements, np.nan), thresholds, old, new_seed, least)
+        known = np.where(is_far, movements, np.nan)
+        rule = choose_rounding(known, thresholds, old, new_seed, least, has_base=base is not None)
         share = min(max(most, FINEST), 1.0) if most and rule.is_stochastic else 1.0
         return replace(self, rounding_rule=rule, rows=replace(self.rows, steps=self.rows.steps * share))
 

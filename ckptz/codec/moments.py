@@ -589,9 +589,10 @@ class FineRounding(Recipe):
         largest = np.maximum(np.abs(values), np.abs(others))
         steps = np.maximum(np.ldexp(1.0, np.frexp(largest)[1] - self.bits), self.size)
         movements = [np.modf(values / steps * parts)[0] for parts in (1, 2, 4)]
+        differences = (values - others) / steps
         rules = (
-            choose_rounding(one, None, TO_NEAREST, tensor.dither_seed)
-            for one in (*movements, (values - others) / steps)
+            choose_rounding(one, None, TO_NEAREST, tensor.dither_seed, has_base=one is differences)
+            for one in (*movements, differences)
         )
         return next((rule for rule in rules if rule.is_stochastic), TO_NEAREST)
 

@@ -3,9 +3,11 @@
 After a restore, the residual of a delta is the movement of the weights since then. Rounding it to the nearest
 level loses part of that movement for good: if its density around the levels has the first Fourier coefficient
 c, the share 2 c (all of it from c = 1/2 on). If nothing was restored, residuals are spread evenly between the
-levels, c is 0, and rounding to nearest is best. Stochastic rounding loses no movement on average. Its seed is
-chosen once after a restore and then kept, and the steps with it: the next residual contains the error of the
-last rounding, so the same thresholds on the same levels send what that rounding did not.
+levels, c is 0, and rounding to nearest is best. Movements of equal size, as those of Lion or of Adam's first
+updates, are between the levels, so that c or the second coefficient is negative: rounding to nearest would
+lose or enlarge all of them. Stochastic rounding loses no movement on average. Its seed is chosen once after a
+restore and then kept, and the steps with it: the next residual contains the error of the last rounding, so
+the same thresholds on the same levels send what that rounding did not.
 """
 
 from __future__ import annotations
@@ -24,6 +26,9 @@ from ckptz.kernels.floats import NEAREST, Floats, Reals
 LEAST: Final = 0.02  # c up to which a grid is rounded to nearest
 # The same for full files, and for k-means levels, where c is 0.02 to 0.12 without a restore.
 LEAST_OF_CLUSTERS: Final = 0.15
+# Negative values of c, and of the second Fourier coefficient, up to which rounding is to nearest. Without a
+# restore c is above -0.22 if steps have become smaller, and the second coefficient above -0.1.
+LEAST_BETWEEN: Final = -0.25, -0.1
 N_SAMPLED: Final = 1 << 14  # elements of one chunk
 MIN_DECIDING: Final = 256  # elements that decide on the rule at least, if a tensor has so many
 MOST_LEAST: Final = 0.5  # limit of c up to which even few elements are rounded to nearest
@@ -112,6 +117,8 @@ def choose_rounding(
     old: RoundingRule,
     new_seed: Callable[[], int],
     least: float = LEAST,
+    *,
+    has_base: bool = True,
 ) -> RoundingRule:
     """Choose how a delta is rounded, from a sample of its elements.
 
@@ -122,6 +129,8 @@ def choose_rounding(
         old: the rule of these thresholds.
         new_seed: function that returns an unused dither seed, called where one is needed.
         least: Fourier coefficient up to which the delta is rounded to nearest.
+        has_base: whether movements are differences to a base. Distances to multiples of a step are not spread
+            evenly in other cases too, so only those near zero count.
 
     Returns:
         `old` if the differences still contain the errors of the last rounding, stochastic rounding with the
@@ -136,9 +145,13 @@ def choose_rounding(
     ):
         return old
     turns = (known - np.rint(known)).astype(np.float32)  # single precision is much faster, and enough
-    coefficient = np.cos(np.float32(2 * np.pi) * turns).mean(dtype=np.float64)
+    cosines = np.cos(np.float32(2 * np.pi) * turns)
+    first = cosines.mean(dtype=np.float64)
+    second = 2 * np.square(cosines).mean(dtype=np.float64) - 1
     sure = min(3 / np.sqrt(2 * len(known)), MOST_LEAST)
-    return RoundingRule(new_seed()) if coefficient > max(least, sure) else TO_NEAREST
+    is_between = first < min(LEAST_BETWEEN[0], -sure) or second < min(LEAST_BETWEEN[1], -sure)
+    is_restored = first > max(least, sure) or (has_base and is_between)
+    return RoundingRule(new_seed()) if is_restored else TO_NEAREST
 
 
 def is_explained(movements: Reals, thresholds: Reals) -> bool:

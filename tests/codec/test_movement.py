@@ -232,6 +232,16 @@ def test_a_movement_of_up_to_half_a_step_is_kept(
     assert min_share < share_kept(later[WEIGHT], delta[WEIGHT], start[WEIGHT]) < 1.05
 
 
+@pytest.mark.parametrize("movement", [0.1, 0.25, 0.3, 0.4, 0.5, 0.6, 0.75])
+def test_movements_of_equal_size_are_kept(tmp_path: Path, movement: float) -> None:
+    """Such as those of Lion; rounding to nearest would lose all below half a step, and enlarge others."""
+    start = write_step(tmp_path, "0", state(), Grid())
+    signs = np.random.default_rng(1).choice([-1, 1], start[WEIGHT].shape)
+    later = start | {WEIGHT: (start[WEIGHT] + movement * step_of(tmp_path, "0") * signs).astype(np.float32)}
+    delta = write_step(tmp_path, "1", later, Grid(), "0")
+    assert share_kept(later[WEIGHT], delta[WEIGHT], start[WEIGHT]) == pytest.approx(1, abs=0.05)
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.floats(0.02, 0.4), st.integers(0, 2**32 - 2), st.integers(0, 100))
 def test_the_dither_seed_changes_only_after_a_restore(
