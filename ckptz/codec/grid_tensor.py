@@ -155,7 +155,8 @@ class GridTensor(Quantizer):
         """
         old, parts = self.rounding_rule, deciding_elements(self.source, self.base)
         samples = [self._sample(*part) for part in parts]
-        sample, origins, of_rows = map(np.concatenate, zip(*samples, strict=True))
+        sample, origins, labels = map(np.concatenate, zip(*samples, strict=True))
+        of_rows = self.rows.steps.astype(np.float32)[labels]
         thresholds = None
         if old.is_stochastic:
             thresholds = np.concatenate([old.thresholds(i, j - i)[at - i] for (i, j), at in parts])
@@ -170,17 +171,18 @@ class GridTensor(Quantizer):
             is_far[:] = True
         least = LEAST_OF_CLUSTERS if base is None else LEAST
         known = np.where(is_far, movements, np.nan)
-        rule = choose_rounding(known, thresholds, old, new_seed, least, has_base=base is not None)
+        groups = None if base is None else labels
+        rule = choose_rounding(known, thresholds, old, new_seed, least, groups)
         share = min(max(most, FINEST), 1.0) if most and rule.is_stochastic else 1.0
         return replace(self, rounding_rule=rule, rows=replace(self.rows, steps=self.rows.steps * share))
 
     def _sample(self, bounds: Bounds, at: NDArray[np.int64]) -> tuple[NDArray[Any], ...]:
-        """Return the values, base values and steps of elements `at` of a chunk; [n] each."""
+        """Return the values, base values and labels of steps of elements `at` of a chunk; [n] each."""
         begin, end = bounds
-        values, base, steps, labels, row_patterns = self.inputs(begin, end, self.source.patterns(begin, end))
+        values, base, _, labels, row_patterns = self.inputs(begin, end, self.source.patterns(begin, end))
         sample = values[at - begin].astype(np.float64)
         origins = np.zeros_like(sample) if base is None else base[at - begin].astype(np.float64)
-        return sample, origins, steps[labels[at // row_patterns]]
+        return sample, origins, labels[at // row_patterns]
 
     def fit(self, counted: _Counted) -> tuple[int, LinearTable]:
         """Fit the largest magnitude that has codes, and the levels of the codes."""

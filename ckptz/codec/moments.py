@@ -586,13 +586,14 @@ class FineRounding(Recipe):
         values = floats_in(source, *bounds).astype(np.float64)
         newest = tensor.newest or tensor.base
         others = values if newest is None else floats_in(newest, *bounds).astype(np.float64)
-        largest = np.maximum(np.abs(values), np.abs(others))
-        steps = np.maximum(np.ldexp(1.0, np.frexp(largest)[1] - self.bits), self.size)
+        exponents = np.frexp(np.maximum(np.abs(values), np.abs(others)))[1]
+        steps = np.maximum(np.ldexp(1.0, exponents - self.bits), self.size)
         movements = [np.modf(values / steps * parts)[0] for parts in (1, 2, 4)]
-        differences = (values - others) / steps
+        of_steps = np.minimum(exponents - exponents.min(), 255).astype(np.uint8)
+        samples = [(one, None) for one in movements] + [((values - others) / steps, of_steps)]
         rules = (
-            choose_rounding(one, None, TO_NEAREST, tensor.dither_seed, has_base=one is differences)
-            for one in (*movements, differences)
+            choose_rounding(one, None, TO_NEAREST, tensor.dither_seed, groups=groups)
+            for one, groups in samples
         )
         return next((rule for rule in rules if rule.is_stochastic), TO_NEAREST)
 

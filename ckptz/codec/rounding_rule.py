@@ -2,16 +2,18 @@
 
 After a restore, the residual of a delta is the movement of the weights since then. Rounding it to the nearest
 level loses part of that movement for good: if its density around the levels has the first Fourier coefficient
-c, the share 2 c (all of it from c = 1/2 on). If nothing was restored, residuals are spread evenly between the
-levels, c is 0, and rounding to nearest is best. Movements of equal size, as those of Lion or of Adam's first
-updates, are between the levels, so that c or the second coefficient is negative: rounding to nearest would
-lose or enlarge all of them. Stochastic rounding loses no movement on average. Its seed is chosen once after a
-restore and then kept, and the steps with it: the next residual contains the error of the last rounding, so
-the same thresholds on the same levels send what that rounding did not.
+c, the share 2 c (all of it from c = 1/2 on). Movements that are all alike, as those of Lion or of Adam's
+first update, are between the levels instead, where rounding loses or adds as much; c is negative then, or the
+second or third coefficient is large. If nothing was restored, residuals are spread evenly between the levels,
+all coefficients are 0, and rounding to nearest is best. Stochastic rounding loses no movement on average. Its
+seed is chosen once after a restore and then kept, and the steps with it: the next residual contains the error
+of the last rounding, so the same thresholds on the same levels send what that rounding did not.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -26,13 +28,14 @@ from ckptz.kernels.floats import NEAREST, Floats, Reals
 LEAST: Final = 0.02  # c up to which a grid is rounded to nearest
 # The same for full files, and for k-means levels, where c is 0.02 to 0.12 without a restore.
 LEAST_OF_CLUSTERS: Final = 0.15
-# Negative values of c, and of the second Fourier coefficient, up to which rounding is to nearest. Without a
-# restore c is above -0.22 if steps have become smaller, and the second coefficient above -0.1.
-LEAST_BETWEEN: Final = -0.25, -0.1
 N_SAMPLED: Final = 1 << 14  # elements of one chunk
 MIN_DECIDING: Final = 256  # elements that decide on the rule at least, if a tensor has so many
 MOST_LEAST: Final = 0.5  # limit of c up to which even few elements are rounded to nearest
-SURE: Final = 4.0  # standard errors of a significant correlation
+# Size of coefficients up to which a delta is rounded to nearest. Without a restore it is up to 0.22, if the
+# base's steps are between once and twice as large.
+LEAST_BETWEEN: Final = 0.25
+N_HARMONICS: Final = 3  # Fourier coefficients; movements that are all alike have a large one among them
+SURE: Final = 4.0  # standard errors of a significant correlation or coefficient
 FARTHEST: Final = 2.0  # steps; larger residuals are clipped to this in the correlation with thresholds
 SEED_KEY: Final = "drawn"  # of the dither seed in the record of a frame
 
@@ -117,8 +120,7 @@ def choose_rounding(
     old: RoundingRule,
     new_seed: Callable[[], int],
     least: float = LEAST,
-    *,
-    has_base: bool = True,
+    groups: NDArray[np.uint8] | None = None,
 ) -> RoundingRule:
     """Choose how a delta is rounded, from a sample of its elements.
 
@@ -129,8 +131,8 @@ def choose_rounding(
         old: the rule of these thresholds.
         new_seed: function that returns an unused dither seed, called where one is needed.
         least: Fourier coefficient up to which the delta is rounded to nearest.
-        has_base: whether movements are differences to a base. Distances to multiples of a step are not spread
-            evenly in other cases too, so only those near zero count.
+        groups: numbers of the steps of the elements [n]; None without a base. Distances to multiples of a
+            step are uneven in other cases too, so only those near zero count.
 
     Returns:
         `old` if the differences still contain the errors of the last rounding, stochastic rounding with the
@@ -144,14 +146,31 @@ def choose_rounding(
         np.clip(known, -FARTHEST, FARTHEST), thresholds[is_known].astype(np.float64)
     ):
         return old
-    turns = (known - np.rint(known)).astype(np.float32)  # single precision is much faster, and enough
-    cosines = np.cos(np.float32(2 * np.pi) * turns)
-    first = cosines.mean(dtype=np.float64)
-    second = 2 * np.square(cosines).mean(dtype=np.float64) - 1
+    angles = (2 * np.pi * (known - np.rint(known))).astype(np.float32)  # much faster, and precise enough
+    turned = np.cos(angles) + np.complex64(1j) * np.sin(angles)
     sure = min(3 / np.sqrt(2 * len(known)), MOST_LEAST)
-    is_between = first < min(LEAST_BETWEEN[0], -sure) or second < min(LEAST_BETWEEN[1], -sure)
-    is_restored = first > max(least, sure) or (has_base and is_between)
-    return RoundingRule(new_seed()) if is_restored else TO_NEAREST
+    is_near_levels = turned.real.mean(dtype=np.float64) > max(least, sure)
+    are_equal = groups is not None and are_alike(turned, groups[is_known])
+    return RoundingRule(new_seed()) if is_near_levels or are_equal else TO_NEAREST
+
+
+def are_alike(turned: NDArray[np.complex64], groups: NDArray[np.uint8]) -> bool:
+    """Return whether differences are at few places between levels, as movements that are all alike.
+
+    Args:
+        turned: exp(2 pi i d) of each difference d in steps [n].
+        groups: numbers of their steps [n]; the same movement is at another place in other steps.
+    """
+    sizes = np.bincount(groups)
+    n_groups = np.count_nonzero(sizes)
+    least = max(LEAST_BETWEEN**2, SURE**2 / 2 * math.sqrt(n_groups) / len(groups))
+    for power in itertools.accumulate([turned] * N_HARMONICS, np.multiply):
+        real, imaginary = (np.bincount(groups, part) for part in (power.real, power.imag))
+        # The mean of the squared coefficients of groups; at random places it is 1 / size for each.
+        squares = (np.square(real) + np.square(imaginary)) / np.maximum(sizes, 1)
+        if (squares.sum() - n_groups) / len(groups) > least:
+            return True
+    return False
 
 
 def is_explained(movements: Reals, thresholds: Reals) -> bool:

@@ -63,6 +63,19 @@ def test_codes_and_thresholds_of_the_kernels_equal_the_reference(data: st.DataOb
     )
 
 
+@pytest.mark.parametrize("n_groups", [1, 8])
+def test_movements_of_one_size_are_found_in_any_steps(n_groups: int) -> None:
+    rng = np.random.default_rng(0)
+    groups = rng.integers(0, n_groups, 1 << 14).astype(np.uint8)
+    movements = 0.4 * 2.0 ** (groups / 2) * rng.choice([-1.0, 1.0], len(groups))
+    rule = choose_rounding(movements, None, TO_NEAREST, lambda: 1, groups=groups)
+    assert rule == RoundingRule(1)
+    # Errors of the base are spread evenly, over more than one step if the base's steps are larger.
+    for width in (1.0, 1.3, 1.43, 1.7):
+        errors = width * rng.uniform(-0.5, 0.5, len(groups))
+        assert choose_rounding(errors, None, TO_NEAREST, lambda: 1, groups=groups) == TO_NEAREST
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 700) | st.sampled_from([1 << 14, (1 << 14) - 13]), st.integers(1, 99), st.data())
 def test_sums_of_the_kernels_equal_those_of_numpy(n: int, row_patterns: int, data: st.DataObject) -> None:
