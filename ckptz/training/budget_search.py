@@ -160,7 +160,10 @@ class BudgetSearch:
         opened = [base for base in bases.values() if base is not None]
         state = state.like(bases["weights"])
         stored = {name: source for base in opened for name, source in base.tensors.items()}
-        parent = self._last or recorded_in(stored, self.template)
+        # After a restart values are near the levels of the newest file, which only its settings keep.
+        known = ({} if newest is None else newest.tensors, stored)
+        recorded = (recorded_in(tensors, self.template) for tensors in known)
+        parent = self._last or next((one for one in recorded if one is not None), None)
         options = replace(self._options, parent=parent, is_dry_run=True)
         method = LossSettings(config=self.template, calibration=calibration)
         job = replace(

@@ -235,9 +235,11 @@ class Checkpointer:
         if self._extra_weights and budget is not None:
             raise ConfigError("a budget measures the model's weights, not extra_weights; leave these exact")
         self.restored: Restored | None = None
-        self._search = None if budget is None else BudgetSearch(budget, config, restores or 0)
-        self._config, self._keep, self._effort = config, keep, effort_of(effort).name
         self._expected = (USUAL_RESTORES if keep.exact == 0 else 0) if restores is None else restores
+        # One restart leaves each file the whole budget, and keeps what training has moved since a restore.
+        n_sharing = min(self._expected, 1) if restores is None else restores
+        self._search = None if budget is None else BudgetSearch(budget, config, n_sharing)
+        self._config, self._keep, self._effort = config, keep, effort_of(effort).name
         self._n_restores = 0
         self._frozen = FrozenId() if trainable_only else None
         self._calibration = calibration

@@ -126,6 +126,26 @@ def test_a_budget_is_kept_by_what_the_files_restore_to(tmp_path: Path, config: A
     assert loaded["0.weight"].equal(state["0.weight"])
 
 
+@pytest.mark.parametrize("config", [Grid(), KMeans()], ids=["grid", "kmeans"])
+def test_full_files_within_a_budget_keep_the_movement_since_a_restore(tmp_path: Path, config: Any) -> None:
+    """Without optimizer state, and where later files might have coarser settings than the first."""
+    torch.manual_seed(0)
+    model, shares = nn.Linear(128, 128, bias=False), []
+    generator = torch.Generator().manual_seed(1)
+    for step in range(1, 5):
+        start = model.weight.detach().clone()
+        with torch.no_grad():
+            model.weight += torch.randn(128, 128, generator=generator) * start.std() * 0.02
+        exact = {"weight": model.weight.detach().clone()}
+        budget = Budget(error_to(exact), 0.05 if step == 1 else 0.15)
+        with Checkpointer(tmp_path, model, config=config, budget=budget, keep=LOSSY, full_every=1) as saver:
+            saver.save(step)
+            saver.restore(step)
+        moved = (exact["weight"] - start).double()
+        shares.append(((model.weight.detach() - start) * moved).sum().item() / moved.square().sum().item())
+    assert sum(shares[1:]) / 3 == pytest.approx(1, abs=0.2), shares
+
+
 @pytest.mark.usefixtures("deltas_at_any_cost")
 def test_later_saves_begin_where_the_one_before_ended(tmp_path: Path) -> None:
     run = Training().trained(3)
