@@ -257,15 +257,20 @@ def test_second_moments_of_another_shape_are_no_contexts(tmp_path: Path) -> None
     assert relative_error(restored[FIRST], tensors[FIRST]) < 0.6
 
 
-@pytest.mark.parametrize("name", ["optimizer.w.momentum_buffer", "optimizer.w.exp_avg"])
-def test_steps_follow_the_spread_of_rows_without_second_moments(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("optimizer.w.momentum_buffer", 0.15), ("optimizer.w.exp_avg", 0.5)],  # Muon needs small elements too
+)
+def test_steps_follow_the_spread_of_rows_without_second_moments(
+    tmp_path: Path, name: str, most: float
+) -> None:
     rng = np.random.default_rng(0)
     spread = np.exp2(rng.uniform(-12, 0, 64))
     values = (rng.standard_normal((64, 96)) * spread[:, None]).astype(np.float32)
     restored = save_and_load(tmp_path, {name: values}, first_step=0.5)[name]
     assert isinstance(plan_of(tmp_path, name).rules[0], Row)
     errors = np.linalg.norm(restored - values, axis=1) / np.linalg.norm(values, axis=1)
-    assert errors.max() < 0.5
+    assert errors.max() < most
 
 
 def test_first_moments_equal_to_the_root_are_restored_within_half_of_it(tmp_path: Path) -> None:
