@@ -235,10 +235,10 @@ def _second_plan(tensor: TensorToEncode, quantizer: LogLevelQuantizer, is_by_bas
 
 RATIOS: Final = (2.0**-6, 2.0**5)  # range of first moment / root of second moment with Adam
 USUAL_RATIO: Final = 0.2  # the same for noise; more if gradients agree, or early in training
-# Factor of the step of momentum whose updates are not known. Muon makes all its directions equally large. On
-# docstrings of bench/studies/user_runs, a fine-tune with Muon ends at +0.86 % with whole steps (35x), at
-# +0.28 % with a quarter (22x), at +0.06 % with exact momentum.
-MOMENTUM_SHARE: Final = 0.25
+# Factor of the step of first moments whose updates are not known, so that weights are not corrected for what
+# is lost. On bench/studies/user_runs, docstrings with Muon and Adam: whole steps end at +0.56 % (deltas of
+# 36x), quarters at +0.28 % (22x), sixteenths at +0.09 % (16x), exact moments at +0.06 %.
+UNKNOWN_SHARE: Final = 1 / 16
 MIN_ROW_VALUES: Final = 16  # labels of shorter rows would take more bits than they save
 
 
@@ -301,7 +301,8 @@ class FirstMoment(Recipe):
             yield _by_row(source, replace(self, step=self.step * self.row_share), run)
             return
         # Early in training, second moments are small, but first moments need not be more precise.
-        wanted = replace(self, step=self.step * max(ratio / USUAL_RATIO, 1.0))
+        share = UNKNOWN_SHARE if bound is None else 1.0
+        wanted = replace(self, step=self.step * share * max(ratio / USUAL_RATIO, 1.0))
         if source.n_patterns < MIN_CONTEXT_VALUES:
             yield _as_one(second, wanted, run)
         yield _by_second(second, wanted, bound)
@@ -610,9 +611,9 @@ class Moments:
 
     Attributes:
         second_step: step of exp_avg_sq in octaves, the largest error of a restored second moment.
-        first_step: step of exp_avg, in roots of the restored second moment, or without second moments in RMS
-            of the row; of momentum, in quarters of that. For low-rank first moments, a multiple of the
-            default step.
+        first_step: step of exp_avg, in roots of the restored second moment; of momentum and without second
+            moments, in RMS of the row. For low-rank first moments, a multiple of the default step. Where
+            the updates by moments are not known, steps are a sixteenth of that, but for a lone exp_avg.
         first_dead_zone: additional share of a step, on both sides of zero, that becomes zero.
     """
 
@@ -644,6 +645,6 @@ def recipe_of_state(
     if role.role in ("exp_avg", "momentum"):
         # RMSprop's momentum is already divided by the root.
         source = second.get((role.parameter, shape)) if role.role == "exp_avg" else None
-        share = MOMENTUM_SHARE if role.role == "momentum" else 1.0
+        share = UNKNOWN_SHARE if role.role == "momentum" else 1.0
         return FirstMoment(moments.first_step, moments.first_dead_zone, source, share)
     return FineRounding() if role.role == "factor" else None
