@@ -281,7 +281,7 @@ class FirstMoment(Recipe):
         kind = FLOAT_KINDS[source.dtype.name]
         planned = [
             _first_plan(tensor, StepQuantizer(kind, contexts, self.dead_zone, bound))
-            for contexts in self._contexts(source, second, bound, run)
+            for contexts in self._contexts(tensor, second, bound)
         ]
         # No levels are within the bound; zeros are.
         return _smallest_within(tensor, planned, bound) or _low_rank_plan(
@@ -289,19 +289,16 @@ class FirstMoment(Recipe):
         )
 
     def _contexts(
-        self,
-        source: TensorSource,
-        second: TensorSource | None,
-        bound: MomentBound | None,
-        run: MapFunction,
+        self, tensor: TensorToEncode, second: TensorSource | None, bound: MomentBound | None
     ) -> Iterator[StepContexts]:
         """Yield the contexts to compare: by second moment if values are as large as its root, else by row."""
+        source, run = tensor.source, tensor.run
         ratio = 0.0 if second is None else _mean_ratio(source, second, run)
         if second is None or (ratio and not RATIOS[0] <= ratio <= RATIOS[1]):
             yield _by_row(source, replace(self, step=self.step * self.row_share), run)
             return
+        share = UNKNOWN_SHARE if bound is None or tensor.guide.is_uncorrected else 1.0
         # Early in training, second moments are small, but first moments need not be more precise.
-        share = UNKNOWN_SHARE if bound is None else 1.0
         wanted = replace(self, step=self.step * share * max(ratio / USUAL_RATIO, 1.0))
         if source.n_patterns < MIN_CONTEXT_VALUES:
             yield _as_one(second, wanted, run)

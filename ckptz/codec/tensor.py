@@ -64,6 +64,9 @@ class SideInformation:
     update_scale: float | None = None
     # For a first moment: its largest magnitude at a second moment of 1, if known.
     bound: float | None = None
+    # For a first moment: whether weights are not corrected for what a file loses of it, as its optimizer's
+    # update is not known.
+    is_uncorrected: bool = False
     # For a first moment: the tensor whose root divides updates, if not its second moment (amsgrad).
     divisor: TensorSource | None = None
     # Mean of second moment times squared weight over all weights of the checkpoint, which determines the

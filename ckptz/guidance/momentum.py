@@ -25,7 +25,7 @@ from ckptz.codec.tensor import SideInformation
 from ckptz.format.caches import CachedChunks
 from ckptz.format.sources import LazySource, TensorSource
 from ckptz.format.values import FLOAT_KINDS
-from ckptz.guidance.momentum_decay import MomentumDecay, ProjectionStats, decay_of, shares_of
+from ckptz.guidance.momentum_decay import MomentumDecay, ProjectionStats, bound_of, decay_of, shares_of
 from ckptz.guidance.optimizer_layout import ParamState, can_move, param_states_in, rounded
 from ckptz.kernels import cpu
 from ckptz.kernels.floats import Patterns
@@ -192,7 +192,7 @@ class UpdateTracker:
 
         The update scale is limited by the update that training has made since the snapshot.
         """
-        guides = {}
+        guides = bounds_of(trained)
         for parameter, lost in self.lost(trained, step).items():
             one = trained[parameter]
             moved, n_updates = self._moved(parameter, one, step, lost.decay)
@@ -328,8 +328,13 @@ class Momentum:
 
 def bounds_of(trained: Mapping[str, ParamState]) -> dict[str, SideInformation]:
     """Return side information with the bounds of first moments by their names, where bounds are known."""
-    lost = ((one, _lost(one, None)) for one in trained.values())
-    return {one.names[own.decay.moment]: own.bound for one, own in lost if own is not None}
+    guides = {}
+    for one in trained.values():
+        if (lost := _lost(one, None)) is not None:
+            guides[one.names[lost.decay.moment]] = lost.bound
+        elif (bound := bound_of(one.settings, one.state)) is not None:
+            guides[one.names["exp_avg"]] = SideInformation(bound=bound, is_uncorrected=True)
+    return guides
 
 
 def _rounded_from(weight: TensorSource, master: TensorSource) -> LazySource:

@@ -142,14 +142,12 @@ def _of_adam(
     before: tuple[float, float] | None,
 ) -> MomentumDecay | None:
     second = "max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"
-    rate, betas, eps = _number(group.get("lr")), group.get("betas"), _number(group.get("eps"))
+    rate, betas, eps = _number(group.get("lr")), _betas(group), _number(group.get("eps"))
     step, decay = _number(state.get("step")), _number(group.get("weight_decay", 0.0))
-    if not {"exp_avg", second} <= state.keys() or not isinstance(betas, list | tuple) or len(betas) != 2:
+    if betas is None or not {"exp_avg", second} <= state.keys():
         return None
-    b1, b2 = map(_number, betas)
+    b1, b2 = betas
     if rate is None or eps is None or decay is None or step is None or step < 1:
-        return None
-    if not (_is_share(b1) and _is_share(b2)):
         return None
     k = _updates(b1)
     rates = _rates(rate, before, k)
@@ -175,6 +173,26 @@ def _of_adam(
         at_once=at_once,
         bound=_bound(b1, b2, step),
     )
+
+
+def bound_of(group: Mapping[str, Any], state: Mapping[str, Any]) -> float | None:
+    """Return the bound of a first moment by the names of Adam's settings and state, as in `decay_of`.
+
+    It holds for any optimizer that averages gradients and their squares so; None without these names.
+    """
+    betas, step = _betas(group), _number(state.get("step"))
+    if betas is None or step is None or step < 1 or not {"exp_avg", "exp_avg_sq"} <= state.keys():
+        return None
+    return _bound(*betas, step)
+
+
+def _betas(group: Mapping[str, Any]) -> tuple[float, float] | None:
+    """Return the decay factors of both moments, each between 0 and 1; None if they are not known."""
+    betas = group.get("betas")
+    if not isinstance(betas, list | tuple) or len(betas) != 2:
+        return None
+    b1, b2 = map(_number, betas)
+    return (b1, b2) if _is_share(b1) and _is_share(b2) else None
 
 
 def _bound(b1: float, b2: float, step: float) -> float:

@@ -20,7 +20,7 @@ from ckptz.codec.lossless import LOSSLESS
 from ckptz.format.dtypes import dtype_of
 from ckptz.format.sources import ArraySource
 from ckptz.guidance.momentum import UNKNOWN_SHARE, UNSCALED_WORTH, USUAL_SHARE, LostMomentum, UpdateTracker
-from ckptz.guidance.momentum_decay import MomentumDecay, ProjectionStats, decay_of, shares_of
+from ckptz.guidance.momentum_decay import MomentumDecay, ProjectionStats, bound_of, decay_of, shares_of
 from ckptz.guidance.optimizer_layout import ParamState
 from ckptz.torch import load_file
 from ckptz.training.optimizers import optimizer_state
@@ -468,6 +468,17 @@ def test_weights_stay_where_nothing_moves_them(
     for reason in reasons:
         [note] = [note for note in report.notes if reason in note]
         assert note.startswith("2 tensors, first 'model.weight': ")
+
+
+def test_first_moments_of_unknown_optimizers_are_fine_and_within_their_bound(tmp_path: Path) -> None:
+    run = Run(WithMasters, size=128)
+    with saved(tmp_path, run) as saver:
+        exact = run.moments()[0].clone()
+        saver.restore(65)
+    first, second = run.moments()
+    assert (first - exact).norm() < 0.1 * exact.norm()
+    ratio = float((first.abs() / second.sqrt()).nan_to_num().max())
+    assert ratio <= bound_of({"betas": (0.9, 0.999)}, {"step": 65, "exp_avg": first, "exp_avg_sq": second})
 
 
 def test_frozen_weights_stay(tmp_path: Path) -> None:
