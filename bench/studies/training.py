@@ -60,7 +60,8 @@ class Trainer:
         self.step = int(state["step"])
         self._set_rate()
         for name, parameter in self.model.named_parameters():
-            moments = {m: state[f"optimizer.{name}.{m}"] for m in self.task.moments}
+            names = {m: f"optimizer.{name}.{m}" for m in self.task.moments}
+            moments = {m: state[key] for m, key in names.items() if key in state}
             copies = {m: tensor.to(parameter.device, copy=True) for m, tensor in moments.items()}
             self.optimizer.state[parameter] = {"step": torch.tensor(float(self.step)), **copies}
 
@@ -83,9 +84,10 @@ class Trainer:
         live = self.model.state_dict().items()
         tensors = {f"model.{name}": tensor.to("cpu", copy=True) for name, tensor in live}
         for name, parameter in self.model.named_parameters():
+            own = self.optimizer.state[parameter]
             for moment in self.task.moments:
-                tensor = self.optimizer.state[parameter][moment]
-                tensors[f"optimizer.{name}.{moment}"] = tensor.to("cpu", copy=True)
+                if moment in own:
+                    tensors[f"optimizer.{name}.{moment}"] = own[moment].to("cpu", copy=True)
         tensors["step"] = torch.tensor(self.step)
         return tensors
 

@@ -3,12 +3,12 @@
     python -m bench.studies.user_runs [--run NAME ...] [--arm NAME ...] [--seeds N ...] [--report]
 
 The models are a GPT of 1.4 M parameters on words (a vocabulary of 4,096, many of them rare) with AdamW; its
-fine-tunes on other texts, whose words are rare or missing in the base run, some with Lion; and a network on
-characters and handwritten digits, with SGD and Nesterov momentum, and with Adam. Each arm saves through one
-`ckptz.Checkpointer`, which is created just before the first save, restores the file that it has just written,
-and continues. "10 of 30" saves every 10 steps and restores every 30. Ratios are fp32 weights and
-optimizer tensors / all files of weights and state, including the full file. Runs on which a constant was
-chosen (`CHOSEN_ON`) are not reported.
+fine-tunes on other texts, whose words are rare or missing in the base run, also with Lion and Muon; and a
+network on distorted characters and handwritten digits, with SGD and Nesterov momentum, and with Adam. Each
+arm saves through one `ckptz.Checkpointer`, which is created just before the first save, restores the file
+that it has just written, and continues. "10 of 30" saves every 10 steps and restores every 30. Ratios are
+fp32 weights and optimizer tensors / all files of weights and state, including the full file. Runs on which a
+constant was chosen (`CHOSEN_ON`) are not reported.
 
 For each run, the table has the loss at the end against the uninterrupted run, the loss of the last file
 against the weights in memory, and the largest restored first moment relative to the bound by its restored
@@ -64,6 +64,7 @@ CHOSEN_ON: Final = (
     "source, 90",
     "docstrings, 5 of 15",
     "docstrings, 15",
+    "docstrings, Muon",
     "docstrings, Lion",
     "characters, SGD",
 )
@@ -167,6 +168,52 @@ class Lion(torch.optim.Optimizer):
                 moment.lerp_(gradient, 1 - second)
 
 
+class Muon(torch.optim.Optimizer):
+    """Muon for hidden matrices and Adam for all else, as in the optimizers of arXiv 2502.16982."""
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        matrices: list[torch.nn.Parameter] = []
+        others: list[torch.nn.Parameter] = []
+        for parameter in parameters:
+            is_hidden = parameter.ndim == 2 and max(parameter.shape) < WORDS.vocabulary
+            (matrices if is_hidden else others).append(parameter)
+        groups = [{"params": matrices, "momentum": 0.95}, {"params": others, "betas": (0.9, 0.95)}]
+        super().__init__(groups, {"lr": TUNING_RATE})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Update all parameters that have gradients."""
+        for group in self.param_groups:
+            update = _orthogonal_update if "momentum" in group else _adam_update
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(update(self.state[parameter], parameter.grad, group), alpha=group["lr"])
+
+
+def _orthogonal_update(state: dict[str, Any], gradient: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """Add a gradient [m, n] to its momentum and return the update, nearly orthogonal, RMS 0.2."""
+    decay = group["momentum"]
+    moment = state.setdefault("momentum_buffer", torch.zeros_like(gradient)).mul_(decay).add_(gradient)
+    update = gradient + decay * moment
+    is_tall = update.shape[0] > update.shape[1]
+    update = update.T if is_tall else update
+    update = update / (update.norm() + 1e-7)
+    for _ in range(5):  # Newton-Schulz iterations with the coefficients of Muon's author
+        product = update @ update.T
+        update = 3.4445 * update + (2.0315 * product @ product - 4.7750 * product) @ update
+    return 0.2 * math.sqrt(max(update.shape)) * (update.T if is_tall else update)
+
+
+def _adam_update(state: dict[str, Any], gradient: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """Add a gradient to its moments and return the update; all have one shape."""
+    first, second = group["betas"]
+    state["step"] = state.setdefault("step", torch.tensor(0.0)) + 1
+    mean = state.setdefault("exp_avg", torch.zeros_like(gradient)).lerp_(gradient, 1 - first)
+    square = state.setdefault("exp_avg_sq", torch.zeros_like(gradient)).lerp_(gradient.square(), 1 - second)
+    step = float(state["step"])
+    return mean / (1 - first**step) / ((square / (1 - second**step)).sqrt() + 1e-8)
+
+
 # --- runs -------------------------------------------------------------------------------------------
 
 
@@ -194,6 +241,15 @@ def _tuned(base: Text, text: Text, interval: int) -> Task:
         first_step=interval,
         optimizer=lambda model: torch.optim.AdamW(model.parameters()),
         rate=lambda step: TUNING_RATE * max(0.0, 1 - step / TUNING_STEPS),
+    )
+
+
+def _tuned_by_muon(base: Text, text: Text, interval: int) -> Task:
+    """Create the task of a fine-tune with Muon."""
+    return replace(
+        _tuned(base, text, interval),
+        moments=("momentum_buffer", "exp_avg", "exp_avg_sq"),
+        optimizer=lambda model: Muon(model.parameters()),
     )
 
 
@@ -293,6 +349,7 @@ RUNS: Final[Mapping[str, Callable[[], Plan]]] = {
     "source, 90": lambda: scratch(source, 90),
     "docstrings, 5 of 15": lambda: fine_tune(source, docstrings, 5, saves=3),
     "docstrings, 15": lambda: fine_tune(source, docstrings, 15),
+    "docstrings, Muon": lambda: fine_tune(source, docstrings, 15, tuned=_tuned_by_muon),
     "docstrings, Lion": lambda: fine_tune(source, docstrings, 15, tuned=_tuned_by_lion),
     "characters, SGD": lambda: pictures(tasks.characters, "SGD", 300),
     "headers, 10": lambda: scratch(headers, 10),
@@ -302,6 +359,7 @@ RUNS: Final[Mapping[str, Callable[[], Plan]]] = {
     "licences, 5 of 15": lambda: fine_tune(headers, licences, 5, saves=3),
     "licences, 15": lambda: fine_tune(headers, licences, 15),
     "licences, 30": lambda: fine_tune(headers, licences, 30),
+    "licences, Muon": lambda: fine_tune(headers, licences, 15, tuned=_tuned_by_muon),
     "licences, Lion": lambda: fine_tune(headers, licences, 15, tuned=_tuned_by_lion),
     "Greek, SGD": lambda: pictures(greek, "SGD", 600),
     "digits, SGD": lambda: pictures(digits, "SGD", 300),

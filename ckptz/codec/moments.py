@@ -236,8 +236,8 @@ def _second_plan(tensor: TensorToEncode, quantizer: LogLevelQuantizer, is_by_bas
 RATIOS: Final = (2.0**-6, 2.0**5)  # range of first moment / root of second moment with Adam
 USUAL_RATIO: Final = 0.2  # the same for noise; more if gradients agree, or early in training
 # Factor of the step of first moments whose updates are not known, so that weights are not corrected for what
-# is lost. On bench/studies/user_runs, docstrings with Muon and Adam: whole steps end at +0.56 % (deltas of
-# 36x), quarters at +0.28 % (22x), sixteenths at +0.09 % (16x), exact moments at +0.06 %.
+# is lost. On bench/studies/user_runs, docstrings with Muon and Adam: whole steps end at +0.61 % (deltas of
+# 37x), quarters at +0.21 % (22x), sixteenths at +0.09 % (16x), exact moments at +0.06 %.
 UNKNOWN_SHARE: Final = 1 / 16
 MIN_ROW_VALUES: Final = 16  # labels of shorter rows would take more bits than they save
 
