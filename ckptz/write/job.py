@@ -18,7 +18,7 @@ from ckptz.codec.tensor import SideInformation
 from ckptz.format.index import BaseRef, QualityRecord, Sharding
 from ckptz.format.sources import TensorSource
 from ckptz.guidance.momentum import Momentum, bounds_of
-from ckptz.guidance.optimizer_layout import known_roles, param_states_in
+from ckptz.guidance.optimizer_layout import ParamState, known_roles, param_states_in
 from ckptz.guidance.parameter_names import NO_NAMES, ParameterNames
 from ckptz.guidance.side_information import NO_FILES, SideInformationFiles, guides_of
 from ckptz.state.roles import Role, Rule, role_of
@@ -54,6 +54,8 @@ class WriteJob:
     # Parameters whose moments are in another file; their small weights are rounded as if they were in this
     # one.
     trained: Collection[str] = ()
+    # Weights with optimizer state in this file, by parameter; None to find them by `tree`.
+    param_states: Mapping[str, ParamState] | None = None
     guide_files: SideInformationFiles = NO_FILES  # files with side information
     guides: Mapping[str, SideInformation] | None = None  # side information by name; None to find it
     # Tensors of another file that side information comes from: optimizer state for a file of weights.
@@ -98,7 +100,9 @@ def prepared(job: WriteJob) -> Iterator[WriteJob]:
             momentum = momentum.known(job.tensors, job.tree, roles)
             guides = {**guides, **momentum.guides()}
         elif method.loses_state:
-            guides = {**bounds_of(param_states_in(job.tensors, job.tree, roles)), **guides}
+            states = job.param_states
+            states = param_states_in(job.tensors, job.tree, roles) if states is None else states
+            guides = {**bounds_of(states), **guides}
         yield replace(job, roles=roles, guides=guides, momentum=momentum, notes=(*job.notes, *notes))
 
 
