@@ -332,7 +332,7 @@ def bounds_of(trained: Mapping[str, ParamState]) -> dict[str, SideInformation]:
     for one in trained.values():
         if (lost := _lost(one, None)) is not None:
             guides[one.names[lost.decay.moment]] = lost.bound
-        elif (bound := bound_of(one.settings, one.state)) is not None:
+        elif "exp_avg" in one.names and (bound := bound_of(one.settings, one.state)) is not None:
             guides[one.names["exp_avg"]] = SideInformation(bound=bound, is_uncorrected=True)
     return guides
 

@@ -19,7 +19,14 @@ from ckptz.codec.grid import FULL_SHARE
 from ckptz.codec.lossless import LOSSLESS
 from ckptz.format.dtypes import dtype_of
 from ckptz.format.sources import ArraySource
-from ckptz.guidance.momentum import UNKNOWN_SHARE, UNSCALED_WORTH, USUAL_SHARE, LostMomentum, UpdateTracker
+from ckptz.guidance.momentum import (
+    UNKNOWN_SHARE,
+    UNSCALED_WORTH,
+    USUAL_SHARE,
+    LostMomentum,
+    UpdateTracker,
+    bounds_of,
+)
 from ckptz.guidance.momentum_decay import MomentumDecay, ProjectionStats, bound_of, decay_of, shares_of
 from ckptz.guidance.optimizer_layout import ParamState
 from ckptz.torch import load_file
@@ -167,6 +174,10 @@ def test_unknown_optimizer_settings_have_no_momentum_decay() -> None:
     nadam = {**{k: v for k, v in adam.items() if k != "amsgrad"}, "momentum_decay": 4e-3}
     assert decay_of(nadam, state) is None  # without the product
     assert decay_of({**nadam, "momentum_decay": None}, {**state, "mu_product": 0.1}) is None
+    scalar = ParamState(
+        "w", ArraySource(dtype_of("F32"), (1,), np.ones(1, np.uint32)), adam, {**state, "master": 0.0}, {}
+    )
+    assert bounds_of({"w": scalar}) == {}  # the moments of one number are no tensors of the file
     sgd = {"lr": 1e-3, "momentum": 0.9, "dampening": 0, "nesterov": False}
     assert decay_of(sgd, {"momentum_buffer": 0}) is not None
     assert decay_of(sgd, {}) is None
