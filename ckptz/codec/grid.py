@@ -172,7 +172,7 @@ class UniformGrid(Recipe):
         if newest is None and not rule.is_stochastic and moves is not None and 0 < moves < 1:
             newest = base
         if newest is None:
-            grid = grid.choose_rounding(tensor.dither_seed, PEAK if kept else PEAK_TO_SHIP, moves)
+            grid = grid.choose_rounding(tensor, PEAK if kept else PEAK_TO_SHIP, moves)
         else:
             finest = FINEST_FULL if base is None else FINEST
             share = 1.0 if moves is None else min(max(moves, finest), 1.0)
@@ -183,7 +183,7 @@ class UniformGrid(Recipe):
             if is_stochastic:
                 grid = replace(grid, rounding_rule=RoundingRule(tensor.dither_seed()))
             else:
-                grid = grid.choose_rounding(tensor.dither_seed, PEAK_TO_SHIP, None)
+                grid = grid.choose_rounding(tensor, PEAK_TO_SHIP, None)
         recorded: dict[str, Setting] = {}
         if newest is not None or (base is not None and grid.rounding_rule.is_stochastic):
             recorded["step"] = float(self.step * (grid.rows.steps[0] / rows.steps[0]))
@@ -252,7 +252,7 @@ def _after_newest(
         return bounded, False
     old = RoundingRule.of_record(newest.stored, UniformGrid.name)
     grid = GridTensor(tensor.source, newest, steps, 0.0, old)
-    rule = grid.choose_rounding(tensor.dither_seed, PEAK, None).rounding_rule
+    rule = grid.choose_rounding(tensor, PEAK, None).rounding_rule
     ratio = _ratio(steps, rows)
     if rule == old and ratio < 1 and share < MOST_MOVES * ratio:
         bounded = steps

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -22,7 +22,7 @@ from ckptz.codec.rounding_rule import (
     deciding_elements,
 )
 from ckptz.codec.sensitivity import floats_in, floats_of
-from ckptz.codec.tensor import Bounds, MapFunction, SideInformation, summed
+from ckptz.codec.tensor import Bounds, MapFunction, SideInformation, TensorToEncode, summed
 from ckptz.codec.tensor_plan import ContextCounts, TensorPlan, stream_tables
 from ckptz.format.bits import ByteWriter
 from ckptz.format.context_rules import (
@@ -137,7 +137,7 @@ class GridTensor(Quantizer):
         steps = self.rows.steps.astype(np.float32)
         return values, base, steps, self.rows.labels, self.row_patterns
 
-    def choose_rounding(self, new_seed: Callable[[], int], peak: float, most: float | None) -> GridTensor:
+    def choose_rounding(self, tensor: TensorToEncode, peak: float, most: float | None) -> GridTensor:
         """Choose the rounding rule, and finer steps for stochastic rounding, from the middle chunk.
 
         Residuals of elements whose base, or value without a base, is within `peak` steps of zero are ignored:
@@ -148,8 +148,7 @@ class GridTensor(Quantizer):
         ratio of bits and errors is the same in each.
 
         Args:
-            new_seed: function that returns an unused dither seed; the rule of the base's file is
-                `self.rounding_rule`.
+            tensor: the tensor; the rule of the base's file is `self.rounding_rule`.
             peak: steps around zero to ignore.
             most: largest factor of the steps with stochastic rounding; None for no change.
         """
@@ -172,7 +171,7 @@ class GridTensor(Quantizer):
         least = LEAST_OF_CLUSTERS if base is None else LEAST
         known = np.where(is_far, movements, np.nan)
         groups = None if base is None else labels
-        rule = choose_rounding(known, thresholds, old, new_seed, least, groups)
+        rule = choose_rounding(known, thresholds, old, tensor.dither_seed, least, groups, tensor.was_restored)
         share = min(max(most, FINEST), 1.0) if most and rule.is_stochastic else 1.0
         return replace(self, rounding_rule=rule, rows=replace(self.rows, steps=self.rows.steps * share))
 

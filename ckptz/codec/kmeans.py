@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final, Self
 
@@ -110,8 +110,8 @@ class Clusters(Recipe):
         """Plan a weight that was restored from the newest file of its run and trained further; else None.
 
         Its values are near that file's levels: rounding to the nearest would undo all movement since. The map
-        is kept, and values are rounded stochastically to one of the two adjacent levels. After a restore, the
-        outer levels become the outermost values, as values beyond all levels would be rounded with a bias.
+        is kept, and values are rounded stochastically to one of the two adjacent levels. The outer levels
+        become the outermost values, as values beyond all levels would be rounded with a bias.
         """
         newest, source = tensor.newest or tensor.base, tensor.source
         stored = None if newest is None else newest.stored
@@ -134,26 +134,35 @@ class Clusters(Recipe):
         )
         assert newest is not None
         old_rule = RoundingRule.of_record(stored, self.name)
-        rule = quantizer.choose_rounding(source, newest, old_rule, tensor.dither_seed)
+        rule = quantizer.choose_rounding(tensor, newest, old_rule)
         if rule is None:
             return None
-        table = old.table
-        if rule != old_rule:
-            values, _ = histogram.occupied()
-            values = values[np.abs(values) <= ceiling]
-            margin = np.abs(values) * RELATIVE_ERROR
-            levels = levels.copy()
-            levels[0] = min(levels[0], (values - margin).min(initial=np.inf))
-            levels[-1] = max(levels[-1], (values + margin).max(initial=-np.inf))
-            entries = table.expand().copy()
-            entries[0, : len(levels)] = levels.view(np.uint32)
-            table = ExplicitTable(entries)
+        values, _ = histogram.occupied()
+        levels = _extended(levels, values[np.abs(values) * (1 + RELATIVE_ERROR) <= ceiling])
+        entries = old.table.expand().copy()
+        entries[0, : len(levels)] = levels.view(np.uint32)
         plan = Plan(
-            quant_map=QuantizationMap(table, np.zeros(1, np.int64), escape_code=old.escape_code),
+            quant_map=QuantizationMap(
+                ExplicitTable(entries), np.zeros(1, np.int64), escape_code=old.escape_code
+            ),
             domain=Domain.LINEAR,
         )
         quantizer = replace(quantizer, levels=levels, rounding_rule=rule)
         return TensorPlan(plan, quantizer, recorded=rule.record())
+
+
+def _extended(levels: NDArray[np.float32], values: NDArray[np.float64]) -> NDArray[np.float32]:
+    """Return ascending levels [n] whose outer ones are beyond all values [n_values] of a histogram."""
+    if not len(values):
+        return levels
+    margins = np.abs(values) * RELATIVE_ERROR
+    low, high = values - margins, values + margins  # bounds of the buckets
+    levels = levels.copy()
+    if high.min() < levels[0]:  # so that levels of unchanged values stay
+        levels[0] = low.min()
+    if low.max() > levels[-1]:
+        levels[-1] = high.max()
+    return levels
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,13 +210,14 @@ class LevelQuantizer(Quantizer):
         return below, np.clip((values - low) / (high - low), np.float32(0), np.float32(1))
 
     def choose_rounding(
-        self, source: TensorSource, base: TensorSource, old: RoundingRule, new_seed: Callable[[], int]
+        self, tensor: TensorToEncode, base: TensorSource, old: RoundingRule
     ) -> RoundingRule | None:
         """Choose the rounding rule from a sample; `old` is the rule of the base's file.
 
         Returns:
             The rule: `old` if nothing has moved, or stochastic; None to fit new levels.
         """
+        source = tensor.source
         movements, shares, thresholds = [], [], []
         for (begin, end), indices in deciding_elements(source, base):
             at = indices - begin
@@ -221,9 +231,13 @@ class LevelQuantizer(Quantizer):
         # The movements of all elements, by no gap, do not correlate with thresholds after a restore. Those
         # scaled by the gap on their side would, as elements were rounded more often over the wider gap.
         moved, drawn = np.concatenate(movements), np.concatenate(thresholds)
-        if not moved.any() or is_explained(moved, drawn):
+        if not moved.any():
             return old
-        rule = choose_rounding(np.concatenate(shares), None, old, new_seed, LEAST_OF_CLUSTERS)
+        if tensor.was_restored:
+            return RoundingRule(tensor.dither_seed())
+        if is_explained(moved, drawn):
+            return old
+        rule = choose_rounding(np.concatenate(shares), None, old, tensor.dither_seed, LEAST_OF_CLUSTERS)
         return rule if rule.is_stochastic else None
 
 

@@ -586,6 +586,8 @@ class FineRounding(Recipe):
         source, kind = tensor.source, FLOAT_KINDS[tensor.source.dtype.name]
         if self._n_dropped(kind) <= 0:
             return TO_NEAREST
+        if tensor.was_restored:
+            return RoundingRule(tensor.dither_seed())
         bounds = (0, min(CHUNK_VALUES, source.n_patterns))
         values = floats_in(source, *bounds).astype(np.float64)
         newest = tensor.newest or tensor.base

@@ -121,6 +121,7 @@ def choose_rounding(
     new_seed: Callable[[], int],
     least: float = LEAST,
     groups: NDArray[np.uint8] | None = None,
+    was_restored: bool = False,
 ) -> RoundingRule:
     """Choose how a delta is rounded, from a sample of its elements.
 
@@ -133,6 +134,9 @@ def choose_rounding(
         least: Fourier coefficient up to which the delta is rounded to nearest.
         groups: numbers of the steps of the elements [n]; None without a base. Distances to multiples of a
             step are uneven in other cases too, so only those near zero count.
+        was_restored: whether the weights are known to have been restored, so that differences do not contain
+            the errors of the last rounding. An average (EMA) moves back by a part of them, so its movements
+            correlate with old thresholds all the same.
 
     Returns:
         `old` if the differences still contain the errors of the last rounding, stochastic rounding with the
@@ -142,6 +146,8 @@ def choose_rounding(
     known = movements[is_known]
     if not len(known):
         return old
+    if was_restored:
+        return RoundingRule(new_seed())
     if thresholds is not None and is_explained(
         np.clip(known, -FARTHEST, FARTHEST), thresholds[is_known].astype(np.float64)
     ):

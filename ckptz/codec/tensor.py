@@ -109,6 +109,8 @@ class TensorToEncode:
     # The restored base tensor of a delta, of the same dtype and shape, or None.
     base: TensorSource | None = None
     newest: TensorSource | None = None  # the same of the newest file of the run, if that is not the base
+    # Whether training is known to have restored the run, with loss, since the newest file was written.
+    was_restored: bool = False
     guide: SideInformation = NO_SIDE_INFORMATION
     # Restored values of other tensors of the file, if the recipe depends on one.
     context_tensors: Mapping[str, TensorSource] = field(default_factory=dict)

@@ -178,7 +178,7 @@ class Registration:
             path = _path(input_dir, i)
             target = self._accelerator.unwrap_model(model, keep_torch_compile=False)
             self._load_model(target, read_newest(path, self.options.jobs), path)
-            self.chain(i).go_on_from(path)
+            self.chain(i).resume_from(path)
         models.clear()
 
     def _load_model(self, model: Any, state: dict[str, Any], path: Path) -> None:

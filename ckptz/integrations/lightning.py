@@ -193,10 +193,10 @@ class CkptzIO(CheckpointIO):  # type: ignore[misc]  # lightning is not followed 
             )
             return loaded
         checkpoint: dict[str, Any] = read_newest(place, self._chain.options.jobs)
-        self._chain.go_on_from(place)
+        self._chain.resume_from(place)
         if (state := _state_of(place)) is not None and state.exists():
             checkpoint |= read_newest(state, self._chain.options.jobs)
-            self._states.go_on_from(state)
+            self._states.resume_from(state)
         mark_restored(self._job(checkpoint))
         if map_location is None or isinstance(map_location, dict) or callable(map_location):
             return checkpoint

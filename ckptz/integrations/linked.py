@@ -24,7 +24,7 @@ from ckptz.parallel import Workers, jobs_of
 from ckptz.run.keep import KeepPolicy
 from ckptz.run.linked_files import LinkedFiles
 from ckptz.run.prune import prune_saved
-from ckptz.run.residuals import read_exact_or_lossy, residual_of
+from ckptz.run.residuals import find_residual, read_exact_or_lossy, residual_of
 from ckptz.run.step_files import ALL_EXACT, EXACT_OF_KEY, MAX_STEP, FileKind, Kept
 from ckptz.run.writer import found_base
 from ckptz.state.flatten import flatten
@@ -157,11 +157,17 @@ class Chain(LinkedFiles):
         self.options = checked_options(options)
         origin = None if options.base is None else Path(os.fspath(options.base))
         super().__init__(kept, options.n_exact, options.full_every, origin)
+        self._was_restored = False  # whether a file without residual was restored since the last was written
         self.forget()
 
     def forget(self) -> None:
         """Release the cache of the decoded chunks of the last file."""
         self.last = LastChunks(memory_for_last) if self.options.config.is_lossy else None
+
+    def resume_from(self, path: Path) -> None:
+        """Make the file that training was restored from the candidate for the next base."""
+        self.go_on_from(path)
+        self._was_restored = find_residual(path) is None
 
     def write(self, path: Path, job: WriteJob) -> Written:
         """Write a file with the chain's method, effort and base; it appears when it is complete.
@@ -169,12 +175,15 @@ class Chain(LinkedFiles):
         Raises:
             WriteError: the disk is full or fails; an earlier file of this name is unchanged.
         """
-        job = replace(job, config=self.options.config, effort=self.options.effort)
+        options = self.options
+        job = replace(job, config=options.config, effort=options.effort, was_restored=self._was_restored)
         try:
-            return self.write_against_base(path, functools.partial(self._publish, path, job))
+            written = self.write_against_base(path, functools.partial(self._publish, path, job))
         except OSError as error:
             what = f"{path}: could not be saved: {error.strerror or error}"
             raise WriteError(error.errno, what) from error
+        self._was_restored = False
+        return written
 
     def _publish(self, path: Path, job: WriteJob, base: Checkpoint | None, name: str | None) -> Written:
         """Write a file and its residual; `name` is that of the base in the folder."""

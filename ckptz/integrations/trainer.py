@@ -215,7 +215,7 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
         _load_weights(self, path, self.model if model is None else model)
-        self._ckptz_chains[MODEL_NAME].go_on_from(path)
+        self._ckptz_chains[MODEL_NAME].resume_from(path)
 
     def _load_best_model(self) -> None:
         path = Path(self.state.best_model_checkpoint) / MODEL_NAME
@@ -253,7 +253,7 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
         live["scheduler"] = _plain(self.lr_scheduler.state_dict())
         live["scaler"] = None if scaler is None else _plain(scaler.state_dict())
         warn_of_differences(path, list(differences(saved, fingerprint(live))))
-        self._ckptz_chains[STATE_NAME].go_on_from(path)
+        self._ckptz_chains[STATE_NAME].resume_from(path)
         if self._ckptz_tracker is not None:  # the weights were loaded before
             trained = trained_weights(_optimizers_of(self), sampled_weights(model.state_dict()))
             self._ckptz_tracker.snapshot(trained, self.state.global_step, is_restored=True)

@@ -265,6 +265,7 @@ class Checkpointer:
         self._writer: Background[SaveReport] = Background()
         is_all_exact = not is_lossless and keep.exact != 0 and keep.by_kind["weights"].is_within(keep.exact)
         self._note_on_keep = (ALL_EXACT,) * is_all_exact
+        self._was_restored = False  # whether a step was restored, with loss, since the last save
         self._at: int | None = None  # the step that was saved or restored last
         self._seen: int | None = None  # the last step of `maybe_save`, or the restored one
         self._at_versions: list[tuple[int, int]] = []  # of the tensors when `_at` was saved or restored
@@ -424,7 +425,7 @@ class Checkpointer:
         writer.wait()
         if writer.result is not None:
             self._last, writer.result = writer.result, None
-            self._at = self._last.step
+            self._at, self._was_restored = self._last.step, False
         if (error := writer.error) is not None:
             loss = _about(error, f"{writer.label} was not saved")
             self._at = writer.error = None
@@ -497,6 +498,7 @@ class Checkpointer:
             versions=module_versions(self.model),
             extra_weights=self._extra_weights,
             hold=self._snapshot.hold,
+            was_restored=self._was_restored,
         )
 
     @property
@@ -653,8 +655,10 @@ class Checkpointer:
         self._wait()
         check_there(self._store, step, weights_only)
         read = functools.partial(self._read, step, strict=strict)
-        (model, versions, rest, restored), is_exact, notes = read_step(self._store, step, weights_only, read)
-        is_exact &= restored.is_exact
+        (model, versions, rest, restored), is_lossless, notes = read_step(
+            self._store, step, weights_only, read
+        )
+        is_exact = is_lossless and restored.is_exact
         restored = replace(restored, is_exact=is_exact, notes=(*notes, *restored.notes))
         where, compared = f"{self._store.name}: step {step}", {MODEL: model}
         if rest is not None:
@@ -672,6 +676,7 @@ class Checkpointer:
         load_in_order(parts, where)
         if rest is not None:
             set_random_state(rest["rng"])
+            self._was_restored = not is_lossless
             self._at, n_restores = step, rest.get(RESTORES)
             self._seen, self._at_versions = step, self._versions()
             self._unreadable = frozenset()

@@ -104,6 +104,7 @@ class StepState:
         prefix: prefix of weight names in the file.
         extra_weights: patterns of extras that are weights; see `Checkpointer`.
         hold: tensors of `state` that are read in place while training waits.
+        was_restored: whether a step was restored, with loss, since the last save.
         metadata: metadata of the weights file.
         weights: tensors and tree of the weights file.
         rest: tensors and tree of the state file.
@@ -122,6 +123,7 @@ class StepState:
     prefix: str = f"{MODEL}."
     extra_weights: Sequence[str]
     hold: Hold
+    was_restored: bool
     metadata: dict[str, str] = field(init=False)
     weights: WriteJob = field(init=False)
     rest: WriteJob = field(init=False)
@@ -192,6 +194,7 @@ class StepState:
             trained=self.trained,
             guide_files=SideInformationFiles(calibration=method.calibration),
             beside=self.optimizer,
+            was_restored=self.was_restored,
         )
 
 

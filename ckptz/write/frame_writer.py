@@ -216,6 +216,7 @@ class FilePlan:
             source=self.tensors[name],
             base=base,
             newest=matching_base(self.tensors[name], self.job.newest.get(name)),
+            was_restored=self.job.was_restored,
             guide=guide,
             context_tensors=context_tensors,
             run=run,

@@ -43,6 +43,8 @@ class WriteJob:
     bases: Mapping[str, TensorSource] = field(default_factory=dict)
     # Tensors of the newest file of a run by name, if that is not the base.
     newest: Mapping[str, TensorSource] = field(default_factory=dict)
+    # Whether training is known to have restored the run, with loss, since the newest file was written.
+    was_restored: bool = False
     base_metadata: int | None = None  # checksum of the metadata of a base that is not a .ckptz file
 
     # Facts about the tensors.

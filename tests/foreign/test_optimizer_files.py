@@ -406,7 +406,14 @@ def test_what_soap_keeps_does_not_guide_its_weights(tmp_path: Path) -> None:
     state = {"exp_avg": torch.zeros(4, 4), "exp_avg_sq": torch.ones(4, 4), "GG": [torch.eye(4)]}
     weights = {"model": {"w": torch.zeros(4, 4)}}
     soap = {"classes": ["SOAP"], "groups": [], "optimizer": {"w": state}}
-    fields = {"coded": {}, "frozen": None, "versions": {}, "extra_weights": (), "hold": Hold()}
+    fields = {
+        "coded": {},
+        "frozen": None,
+        "versions": {},
+        "extra_weights": (),
+        "hold": Hold(),
+        "was_restored": False,
+    }
     assert StepState(state=weights | soap, **fields).roles["optimizer.w.exp_avg_sq"].role == "other"
     del state["GG"]
     assert StepState(state=weights | soap, **fields).roles["optimizer.w.exp_avg_sq"].role == "exp_avg_sq"

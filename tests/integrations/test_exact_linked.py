@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from ckptz import KMeans, inspect
+from ckptz import Grid, KMeans, inspect
 from ckptz.errors import ConfigError
 from ckptz.integrations.dcp import ChainOptions, CkptzStorageReader, CkptzStorageWriter
 from ckptz.integrations.linked import Chain, job_of, read_newest
@@ -121,6 +121,24 @@ def test_others_may_be_exact_or_none(tmp_path: Path, exact: int) -> None:
     assert is_exact == ([False] * 4 if not exact else [False, False, True, True])
     with pytest.raises(ConfigError, match="exact must be at least 0"):
         ChainOptions(exact=-1)
+
+
+@pytest.mark.parametrize("exact", [0, 1])
+def test_an_average_keeps_its_movement_in_each_of_several_restarts(tmp_path: Path, exact: int) -> None:
+    """It follows the weights, so it also moves back by a part of the error of its last rounding."""
+    generator, shares = torch.Generator().manual_seed(0), list[float]()
+    weight, average = torch.randn(2, 64, 256, generator=generator)
+    for step in range(6):
+        chain, path = Chain(ChainOptions(config=Grid(), exact=exact, jobs=1)), tmp_path / f"{step}.ckpt"
+        if step:
+            average = read_newest(before := tmp_path / f"{step - 1}.ckpt")["weight"]
+            chain.resume_from(before)
+        weight = weight + 0.1 * torch.randn(64, 256, generator=generator)
+        moved = 0.1 * (weight - average)
+        chain.write(path, job_of({"weight": average + moved, "step": step}))
+        kept = load_state(path)["weight"] - average
+        shares.append(float((kept * moved).sum() / moved.square().sum()))
+    assert shares == pytest.approx([1] * 6, abs=0.1)
 
 
 def test_lossless_files_have_no_residual(tmp_path: Path) -> None:

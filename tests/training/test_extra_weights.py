@@ -105,6 +105,29 @@ def test_an_average_keeps_its_movement_since_a_restore(tmp_path: Path, config: A
     assert sum(shares) / len(shares) == pytest.approx(1, abs=0.25), shares
 
 
+@pytest.mark.parametrize("n_saves", [1, 3])
+@pytest.mark.parametrize("config", [Grid(), KMeans(protect=0)], ids=["grid", "kmeans"])
+def test_an_average_keeps_its_movement_in_each_of_several_restarts(
+    tmp_path: Path, config: Any, n_saves: int
+) -> None:
+    """It follows the weights, so it also moves back by a part of the error of its last rounding."""
+    torch.manual_seed(0)
+    weight, average = torch.randn(64, 256), {"weight": torch.randn(64, 256)}
+    shares, options = [], {"config": config, "extra_weights": "ema", "keep": KeepPolicy(exact=0)}
+    for step in range(1, 6):
+        with Checkpointer(tmp_path, nn.Linear(1, 1), extra={"ema": average}, **options) as checkpointer:
+            checkpointer.restore_latest()
+            before = average["weight"].double()
+            for i in range(n_saves):
+                weight += 0.1 * torch.randn(64, 256)
+                average["weight"] = average["weight"].lerp(weight, 0.1 / n_saves)
+                checkpointer.save(10 * step + i)
+            moved = average["weight"] - before
+            checkpointer.restore(10 * step + n_saves - 1)
+            shares.append(float(((average["weight"] - before) * moved).sum() / moved.square().sum()))
+    assert shares == pytest.approx([1] * 5, abs=0.06)
+
+
 def test_an_average_that_is_not_named_stays_exact(tmp_path: Path) -> None:
     run = Diffusion()
     with run.checkpointer(tmp_path, config=Grid(), keep=KeepPolicy(exact=0)) as checkpointer:
