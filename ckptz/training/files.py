@@ -50,7 +50,7 @@ from ckptz.state.torch import TorchTensors, torch_dtype
 from ckptz.store.resolve import MAX_DEPTH, Checkpoint, base_metadata, base_ref, open_checkpoint
 from ckptz.training.copies import copied, named_in
 from ckptz.training.live import Hold, with_live
-from ckptz.training.snapshot import MODEL
+from ckptz.training.snapshot import MODEL, identity_of
 from ckptz.training.state import SCALARS, trained_weights
 from ckptz.write.job import WriteJob
 from ckptz.write.writer import write
@@ -175,9 +175,24 @@ class StepState:
     @property
     def with_optimizers(self) -> dict[str, ParamState]:
         """Weights with their optimizer state, by parameter."""
-        n, weights = len(self.prefix), self.weights.tensors
-        by_parameter = {name[n:]: source for name, source in weights.items()}
-        return trained_weights(self.state, by_parameter, self.rest.tensors, self.prefix)
+        return trained_weights(self.state, self._own_weights, self.rest.tensors, self.prefix)
+
+    @property
+    def all_with_optimizers(self) -> dict[str, ParamState]:
+        """The same, and parameters that share the memory of another one, which the file has once."""
+        own, model = self._own_weights, self.state[MODEL]
+        by_memory = {identity_of(model[name]): source for name, source in own.items() if name in model}
+        shared = {
+            name: by_memory[memory]
+            for name, value in model.items()
+            if isinstance(value, torch.Tensor) and (memory := identity_of(value)) in by_memory
+        }
+        return trained_weights(self.state, shared | own, self.rest.tensors, self.prefix)
+
+    @property
+    def _own_weights(self) -> dict[str, TensorSource]:
+        n = len(self.prefix)
+        return {name[n:]: source for name, source in self.weights.tensors.items()}
 
     def job(self, part: WriteJob, method: LossSettings) -> WriteJob:
         """Make the job of one of the two files.
@@ -314,7 +329,7 @@ class StepWriter:
         method = self._against("state", base)
         quality = method.quality if method.config.loses_state else ()
         job = self.state.job(self.state.rest, method)
-        trained = self.state.with_optimizers
+        trained = self.state.all_with_optimizers
         of_moments = (
             bounds_of(trained)
             if self.tracker is None

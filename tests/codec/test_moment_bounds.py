@@ -217,6 +217,24 @@ def test_rare_tokens_are_restored_within_their_bound(tmp_path: Path) -> None:
     assert first.any(), "not all first moments are zero"
 
 
+def test_first_moments_of_parameters_that_share_memory_are_within_their_bound(tmp_path: Path) -> None:
+    """The file has their weights once, and their moments twice."""
+    torch.manual_seed(0)
+    first, second = torch.nn.Linear(128, 128, bias=False), torch.nn.Linear(128, 128, bias=False)
+    second.weight = torch.nn.Parameter(first.weight.data)
+    model = torch.nn.Sequential(first, torch.nn.Tanh(), second)
+    optimizer, inputs = torch.optim.AdamW(model.parameters(), lr=1e-3), torch.randn(256, 128)
+    for _ in range(20):
+        optimizer.zero_grad()
+        (model(inputs) - inputs.flip(1)).square().mean().backward()
+        optimizer.step()
+    with Checkpointer(tmp_path, model, optimizer, config=Grid(), keep=LOSSY, background=False) as saver:
+        saver.save(20)
+        saver.restore(20)
+        assert saver.restored is not None
+        assert not [note for note in saver.restored.notes if "larger than" in note]
+
+
 def test_first_moments_beyond_their_bound_in_an_older_file_are_restored_as_zero(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
