@@ -5,9 +5,10 @@ level loses part of that movement for good: if its density around the levels has
 c, the share 2 c (all of it from c = 1/2 on). Movements that are all alike, as those of Lion or of Adam's
 first update, are between the levels instead, where rounding loses or adds as much; c is negative then, or the
 second or third coefficient is large. If nothing was restored, residuals are spread evenly between the levels,
-all coefficients are 0, and rounding to nearest is best. Stochastic rounding loses no movement on average. Its
-seed is chosen once after a restore and then kept, and the steps with it: the next residual contains the error
-of the last rounding, so the same thresholds on the same levels send what that rounding did not.
+all coefficients are 0, and rounding to nearest is best. Stochastic rounding loses no movement on average; it is
+used without such tests if the writer has restored the run itself. Its seed is chosen once after a restore and
+then kept, and the steps with it: the next residual contains the error of the last rounding, so the same
+thresholds on the same levels send what that rounding did not.
 """
 
 from __future__ import annotations

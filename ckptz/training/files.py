@@ -179,7 +179,7 @@ class StepState:
 
     @property
     def all_with_optimizers(self) -> dict[str, ParamState]:
-        """The same, and parameters that share the memory of another one, which the file has once."""
+        """Parameters with their optimizer state, also those that share memory, which the file has once."""
         own, model = self._own_weights, self.state[MODEL]
         by_memory = {identity_of(model[name]): source for name, source in own.items() if name in model}
         shared = {
