@@ -586,8 +586,6 @@ class FineRounding(Recipe):
         source, kind = tensor.source, FLOAT_KINDS[tensor.source.dtype.name]
         if self._n_dropped(kind) <= 0:
             return TO_NEAREST
-        if tensor.was_restored:
-            return RoundingRule(tensor.dither_seed())
         bounds = (0, min(CHUNK_VALUES, source.n_patterns))
         values = floats_in(source, *bounds).astype(np.float64)
         newest = tensor.newest or tensor.base
@@ -598,7 +596,9 @@ class FineRounding(Recipe):
         of_steps = np.minimum(exponents - exponents.min(), 255).astype(np.uint8)
         samples = [(one, None) for one in movements] + [((values - others) / steps, of_steps)]
         rules = (
-            choose_rounding(one, None, TO_NEAREST, tensor.dither_seed, groups=groups)
+            choose_rounding(
+                one, None, TO_NEAREST, tensor.dither_seed, groups=groups, was_restored=tensor.was_restored
+            )
             for one, groups in samples
         )
         return next((rule for rule in rules if rule.is_stochastic), TO_NEAREST)

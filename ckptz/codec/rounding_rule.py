@@ -5,10 +5,10 @@ level loses part of that movement for good: if its density around the levels has
 c, the share 2 c (all of it from c = 1/2 on). Movements that are all alike, as those of Lion or of Adam's
 first update, are between the levels instead, where rounding loses or adds as much; c is negative then, or the
 second or third coefficient is large. If nothing was restored, residuals are spread evenly between the levels,
-all coefficients are 0, and rounding to nearest is best. Stochastic rounding loses no movement on average; it is
-used without such tests if the writer has restored the run itself. Its seed is chosen once after a restore and
-then kept, and the steps with it: the next residual contains the error of the last rounding, so the same
-thresholds on the same levels send what that rounding did not.
+all coefficients are 0, and rounding to nearest is best; also after a restore, if the movement is much larger than a
+step. Stochastic rounding loses no movement on average. Its seed is chosen once after a restore and then kept,
+and the steps with it: the next residual contains the error of the last rounding, so the same thresholds on the
+same levels send what that rounding did not.
 """
 
 from __future__ import annotations
@@ -132,12 +132,13 @@ def choose_rounding(
             nearest.
         old: the rule of these thresholds.
         new_seed: function that returns an unused dither seed, called where one is needed.
-        least: Fourier coefficient up to which the delta is rounded to nearest.
+        least: Fourier coefficient up to which the delta is rounded to nearest; its absolute value after a
+            known restore.
         groups: numbers of the steps of the elements [n]; None without a base. Distances to multiples of a
             step are uneven in other cases too, so only those near zero count.
         was_restored: whether the weights are known to have been restored, so that differences do not contain
             the errors of the last rounding. An average (EMA) moves back by a part of them, so its movements
-            correlate with old thresholds all the same.
+            correlate with old thresholds all the same, and may be between the levels.
 
     Returns:
         `old` if the differences still contain the errors of the last rounding, stochastic rounding with the
@@ -147,18 +148,21 @@ def choose_rounding(
     known = movements[is_known]
     if not len(known):
         return old
-    if was_restored:
-        return RoundingRule(new_seed())
-    if thresholds is not None and is_explained(
-        np.clip(known, -FARTHEST, FARTHEST), thresholds[is_known].astype(np.float64)
+    if (
+        thresholds is not None
+        and not was_restored
+        and is_explained(np.clip(known, -FARTHEST, FARTHEST), thresholds[is_known].astype(np.float64))
     ):
         return old
     angles = (2 * np.pi * (known - np.rint(known))).astype(np.float32)  # much faster, and precise enough
     turned = np.cos(angles) + np.complex64(1j) * np.sin(angles)
-    sure = min(3 / np.sqrt(2 * len(known)), MOST_LEAST)
-    is_near_levels = turned.real.mean(dtype=np.float64) > max(least, sure)
+    coefficient = turned.real.mean(dtype=np.float64)
+    if was_restored:
+        is_uneven = abs(coefficient) > least
+    else:
+        is_uneven = coefficient > max(least, min(3 / np.sqrt(2 * len(known)), MOST_LEAST))
     are_equal = groups is not None and are_alike(turned, groups[is_known])
-    return RoundingRule(new_seed()) if is_near_levels or are_equal else TO_NEAREST
+    return RoundingRule(new_seed()) if is_uneven or are_equal else TO_NEAREST
 
 
 def are_alike(turned: NDArray[np.complex64], groups: NDArray[np.uint8]) -> bool:
