@@ -1,14 +1,14 @@
 """The rule by which elements are rounded to levels, each on its own, and the choice of a rule for a delta.
 
-After a restore, the residual of a delta is the movement of the weights since then. Rounding it to the nearest
-level loses part of that movement for good: if its density around the levels has the first Fourier coefficient
-c, the share 2 c (all of it from c = 1/2 on). Movements that are all alike, as those of Lion or of Adam's
-first update, are between the levels instead, where rounding loses or adds as much; c is negative then, or the
-second or third coefficient is large. If nothing was restored, residuals are spread evenly between the levels,
-all coefficients are 0, and rounding to nearest is best; also after a restore, if the movement is much larger than a
-step. Stochastic rounding loses no movement on average. Its seed is chosen once after a restore and then kept,
-and the steps with it: the next residual contains the error of the last rounding, so the same thresholds on the
-same levels send what that rounding did not.
+After a restore, the residual of a delta is the movement of the weights since then. Rounding it to the
+nearest level loses part of that movement for good: if its density around the levels has the first Fourier
+coefficient c, the share 2 c (all of it from c = 1/2 on). Movements that are all alike, as those of Lion or
+of Adam's first update, are between the levels instead, where rounding loses or adds as much; c is negative
+then, or the second or third coefficient is large. If nothing was restored, residuals are spread evenly
+between the levels, all coefficients are 0, and rounding to nearest is best; also after a restore, if
+movements are much larger than a step. Stochastic rounding loses no movement on average. Its seed is chosen
+once after a restore and then kept, and the steps with it: the next residual contains the error of the last
+rounding, so the same thresholds on the same levels send what that rounding did not.
 """
 
 from __future__ import annotations
