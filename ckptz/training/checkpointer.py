@@ -467,8 +467,9 @@ class Checkpointer:
     def _taken(self, config: Method) -> StepState:
         """Copy the state to the host; weights on devices are copied as codes if the next file is full.
 
-        Deltas are coded on the host, because their levels depend on the base, and so are steps that stay
-        exact, because their values are needed on the host anyway.
+        Deltas are coded on the host, because their levels depend on the base, and so are files after a lossy
+        restore, whose levels are those of the newest file, and steps that stay exact, because their values
+        are needed on the host anyway.
         """
         frozen = {} if self._frozen is None else frozen_weights(self.model)
         model = {name: value for name, value in model_state(self.model).items() if name not in frozen}
@@ -483,7 +484,7 @@ class Checkpointer:
         }
         coded: dict[str, CodedSource] = {}
         is_alone = self._keep.exact == 0 and self._search is None and self._config.is_lossy
-        if is_alone and self._store.next_is_full(self._rule):
+        if is_alone and not self._was_restored and self._store.next_is_full(self._rule):
             with Workers(self._restore_jobs) as workers:
                 coded = code_where_they_live(model, f"{MODEL}.", config, workers)
                 state[MODEL] = {name: value for name, value in model.items() if name not in coded}

@@ -163,12 +163,14 @@ def test_weights_with_nan_and_tied_weights_are_copied_instead_of_encoded(tmp_pat
     assert bool(not_finite.weight.isnan().all())
 
 
-def test_a_delta_of_weights_on_a_device_keeps_the_movement(tmp_path: Path) -> None:
+@pytest.mark.parametrize("full_every", [1, 16])
+def test_a_file_of_weights_on_a_device_keeps_the_movement_since_a_restore(
+    tmp_path: Path, full_every: int
+) -> None:
     torch.manual_seed(0)
     model = nn.Linear(160, 256)
-    with Checkpointer(
-        tmp_path, model, config=KMeans(), keep=KeepPolicy(exact=0), background=False
-    ) as checkpointer:
+    options: dict[str, Any] = {"config": KMeans(), "keep": KeepPolicy(exact=0), "background": False}
+    with Checkpointer(tmp_path, model, full_every=full_every, **options) as checkpointer:
         checkpointer.save(1)
         checkpointer.restore(1)
         start = model.weight.detach().clone()
