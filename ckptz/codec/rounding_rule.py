@@ -157,10 +157,8 @@ def choose_rounding(
     angles = (2 * np.pi * (known - np.rint(known))).astype(np.float32)  # much faster, and precise enough
     turned = np.cos(angles) + np.complex64(1j) * np.sin(angles)
     coefficient = turned.real.mean(dtype=np.float64)
-    if was_restored:
-        is_uneven = abs(coefficient) > least
-    else:
-        is_uneven = coefficient > max(least, min(3 / np.sqrt(2 * len(known)), MOST_LEAST))
+    sure = min(3 / np.sqrt(2 * len(known)), MOST_LEAST)
+    is_uneven = (abs(coefficient) if was_restored else coefficient) > max(least, sure)
     are_equal = groups is not None and are_alike(turned, groups[is_known])
     return RoundingRule(new_seed()) if is_uneven or are_equal else TO_NEAREST
 
