@@ -121,6 +121,10 @@ class Memory(io.RawIOBase):
     def tell(self) -> int:
         return self._at
 
+    def truncate(self, size: int | None = None) -> int:
+        assert size is None  # the content ends at the current position
+        return self._at
+
     def content(self) -> memoryview:
         """Return the bytes before the current position."""
         return self._bytes[: self._at]

@@ -26,7 +26,7 @@ from bench.core.report import finish
 from bench.core.sources import Tensors, as_bf16, concatenated, model_path, n_bytes, read_tensors, run_pairs
 from ckptz.codec.effort import DEFAULT, FAST, SMALL, Effort
 from ckptz.format.bits import ByteReader
-from ckptz.format.frequency import entropy_bits, normalise
+from ckptz.format.frequency import entropy_bits, normalise, slot_tables
 from ckptz.format.huffman import encode_huffman_streams, pack_lengths
 from ckptz.format.index import BaseRef
 from ckptz.format.sources import CHUNK_VALUES
@@ -36,7 +36,6 @@ from ckptz.format.streams import (
     decode_rans,
     decode_stream,
     encode_rans,
-    slot_tables,
 )
 from ckptz.kernels import compiled, cpu
 from ckptz.parallel import Workers

@@ -26,6 +26,7 @@ from bench.studies.tasks import SEARCH, TASKS, Task
 from bench.studies.training import N_THREADS, Run, folder_of, remembered, weights_of
 from ckptz import Budget, KMeans
 from ckptz.search.budget import Limit, SearchOptions, judge, share_used
+from ckptz.search.spaces import CubeSpace, reference, space_of
 from ckptz.state.roles import role_of
 from ckptz.torch import load_file
 
@@ -62,7 +63,9 @@ def every(task: Task, budget: float) -> dict[str, Any]:
     layer_types = {
         role_of(name, tuple(t.shape), t.is_floating_point()).layer_type for name, t in state.items()
     }
-    (cube,) = KMeans.reference().cubes(["magnitude"], layer_types, is_ranked=True)
+    space = space_of(KMeans)
+    assert isinstance(space, CubeSpace)
+    (cube,) = space.cubes(reference(KMeans), ["magnitude"], layer_types, is_ranked=True)
     trials = []
     with tempfile.TemporaryDirectory() as folder:
         plain, packed = Path(folder, "weights.safetensors"), Path(folder, "weights.ckptz")
@@ -83,7 +86,7 @@ def _guides(task: Task) -> dict[str, Path]:
 def guided(task: Task, budget: float) -> dict[str, Any]:
     """List the trials of a guided search that prunes by magnitude at the first checkpoint; write no file."""
     search = SearchOptions(
-        template=KMeans.reference(),
+        template=reference(KMeans),
         budgets=(budget_of(task, budget),),
         cubes=("magnitude",),
         is_dry_run=True,
@@ -92,6 +95,7 @@ def guided(task: Task, budget: float) -> dict[str, Any]:
         plain = Path(folder, "weights.safetensors")
         save_file(weights_of(Run(task).state(0)), plain)
         (report,) = ckptz.compress([plain], Path(folder, "unused.ckptz"), search=search, **_guides(task))
+    assert report.search is not None
     trials = [{"n_bytes": t.n_bytes, "judgement": asdict(t.judgements[0])} for t in report.search.trials]
     print(f"{task.name}, guided search at {budget:g}: {len(trials)} evaluations", flush=True)
     return {"budget": budget, "trials": trials}
@@ -104,8 +108,9 @@ def least(searched: Mapping[str, Any], budget: float) -> int:
 
 def keeps(judgement: Mapping[str, Any], budget: float) -> bool:
     """Return whether a trial is within a budget; numbers that are not finite (None) exceed it."""
-    numbers = [judgement[name] for name in ("mean_change", "standard_error", "example_change")]
-    return None not in numbers and share_used(*numbers, Limit(budget, True, allow_unsure=True)) <= 1
+    change, error, example = (judgement[n] for n in ("mean_change", "standard_error", "example_change"))
+    limit = Limit(budget, True, allow_unsure=True)
+    return None not in (change, error, example) and share_used(change, error, example, limit) <= 1
 
 
 def rows_of(task: Task) -> Iterator[Row]:

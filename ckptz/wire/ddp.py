@@ -165,10 +165,7 @@ class LoCo:
         self._steps = {int(tensor): int(step) for tensor, step in counters}
 
 
-def loco_hook(
-    state: LoCo,
-    bucket: dist.GradBucket,  # type: ignore[name-defined]
-) -> torch.futures.Future[Tensor]:
+def loco_hook(state: LoCo, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Average a bucket of gradients over all ranks; for `register_comm_hook` of DDP."""
     flat, tensor = bucket.buffer(), bucket.index()
     size = -(-len(flat) // state.n_ranks)
