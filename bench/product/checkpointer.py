@@ -5,7 +5,8 @@
 A transformer is trained on the CPU with AdamW (0.2 GB of weights and moments) and saved every few steps. The
 same loop runs with torch.save, with `torch.distributed.checkpoint.async_save` and with `ckptz.Checkpointer`,
 each in a separate process, round after round. The total of a method includes all steps and the wait for its
-last save. ckptz syncs its files to the disk and keeps two steps; the other methods do neither.
+last save. ckptz syncs its files to the disk and keeps two steps, lossless or by `Grid()` with `exact=0`; the
+other methods do neither.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from bench.core.measure import Row, machine, misses, parser_of, save_rows, verdict
 from bench.core.report import finish
-from ckptz import Checkpointer, KeepPolicy
+from ckptz import LOSSLESS, Checkpointer, Grid, KeepPolicy
 
-METHODS: Final = ("none", "torch.save", "dcp.async_save", "ckptz")
-TOTAL_TARGET: Final = 1.1  # of the better of the two others
+CONFIGS: Final = {"ckptz": LOSSLESS, "ckptz, Grid()": Grid()}
+METHODS: Final = ("none", "torch.save", "dcp.async_save", *CONFIGS)
+TOTAL_TARGET: Final = 1.05  # of the better of the two others
 WIDTH, LAYERS, VOCABULARY, LENGTH, BATCH = 512, 5, 4096, 64, 4
 N_STEPS, SAVE_EVERY = 90, 30
 
@@ -81,12 +83,14 @@ class Saver:
     def __init__(self, method: str, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._folder, self._model, self._optimizer = folder, model, optimizer
         self._future: Any = None
-        self._ckptz = Checkpointer(folder / "ckptz", model, optimizer, keep=KeepPolicy(last=2))
+        config = CONFIGS.get(method, LOSSLESS)
+        keep = KeepPolicy(last=2, exact=0 if config.is_lossy else 1)
+        self._ckptz = Checkpointer(folder / "ckptz", model, optimizer, config=config, keep=keep)
         self.save: Callable[[int], None] = {
             "none": lambda step: None,
             "torch.save": self._torch_save,
             "dcp.async_save": self._dcp_save,
-            "ckptz": self._ckptz.save,
+            **dict.fromkeys(CONFIGS, self._ckptz.save),
         }[method]
 
     def _torch_save(self, step: int) -> None:
@@ -184,7 +188,7 @@ def stall_row(method: str, loops: list[Loop], best_stall: float, best_total: flo
     alone = [second for loop in loops for second in loop.alone]
     beside = [second for loop in loops for second in loop.beside] or alone
     stall, total = median_stall(loops), median_total(loops)
-    is_ours = method == "ckptz"
+    is_ours = method in CONFIGS
     return {
         "method": method,
         "state, MB": f"{loops[0].state_bytes / 1e6:.0f}",
