@@ -95,7 +95,8 @@ def parse_table(source: ByteReader) -> Frequencies:
 
 def _parse(source: ByteReader, n_tables: int) -> Frequencies:
     tables = np.empty((n_tables, 256), np.uint16)
-    n_bytes = int(cpu().table_unpack(np.frombuffer(source.peek(), np.uint8), tables))
+    unread = np.frombuffer(source.peek().toreadonly(), np.uint8)  # of one type, so that it compiles once
+    n_bytes = int(cpu().table_unpack(unread, tables))
     if n_bytes < 0:
         for _ in range(n_tables - 1):
             _parse(source, 1)
