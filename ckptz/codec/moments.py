@@ -235,9 +235,10 @@ def _second_plan(tensor: TensorToEncode, quantizer: LogLevelQuantizer, is_by_bas
 
 RATIOS: Final = (2.0**-6, 2.0**5)  # range of first moment / root of second moment with Adam
 USUAL_RATIO: Final = 0.2  # the same for noise; more if gradients agree, or early in training
-# Factor of the step of first moments whose updates are not known, so that weights are not corrected for what
-# is lost. On bench/studies/user_runs, docstrings with Muon and Adam: whole steps end at +0.61 % (deltas of
-# 37x), quarters at +0.21 % (22x), sixteenths at +0.09 % (16x), exact moments at +0.06 %.
+# Factor of the step of first moments of optimizers whose updates are not known, so that weights are not
+# corrected for what is lost. Files that say nothing of their optimizer have whole steps. On
+# bench/studies/user_runs, docstrings with Muon and Adam: whole steps end at +0.61 % (deltas of 37x),
+# quarters at +0.21 % (22x), sixteenths at +0.09 % (16x), exact moments at +0.06 %.
 UNKNOWN_SHARE: Final = 1 / 16
 MIN_ROW_VALUES: Final = 16  # labels of shorter rows would take more bits than they save
 
@@ -297,7 +298,7 @@ class FirstMoment(Recipe):
         if second is None or (ratio and not RATIOS[0] <= ratio <= RATIOS[1]):
             yield _by_row(source, replace(self, step=self.step * self.row_share), run)
             return
-        share = UNKNOWN_SHARE if bound is None or tensor.guide.is_uncorrected else 1.0
+        share = UNKNOWN_SHARE if tensor.guide.is_uncorrected else 1.0
         # Early in training, second moments are small, but first moments need not be more precise.
         wanted = replace(self, step=self.step * share * max(ratio / USUAL_RATIO, 1.0))
         if source.n_patterns < MIN_CONTEXT_VALUES:
@@ -611,8 +612,8 @@ class Moments:
     Attributes:
         second_step: step of exp_avg_sq in octaves, the largest error of a restored second moment.
         first_step: step of exp_avg, in roots of the restored second moment; of momentum and without second
-            moments, in RMS of the row. For low-rank first moments, a multiple of the default step. Where
-            the updates by moments are not known, steps are a sixteenth of that, but for a lone exp_avg.
+            moments, in RMS of the row. For low-rank first moments, a multiple of the default step. Of
+            optimizers whose updates are not known, steps are a sixteenth of that, but for a lone exp_avg.
         first_dead_zone: additional share of a step, on both sides of zero, that becomes zero.
     """
 

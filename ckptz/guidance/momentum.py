@@ -327,12 +327,13 @@ class Momentum:
 
 
 def bounds_of(trained: Mapping[str, ParamState]) -> dict[str, SideInformation]:
-    """Return side information with the bounds of first moments by their names, where bounds are known."""
+    """Return side information of first moments by their names: bounds, and whether updates are unknown."""
     guides = {}
     for one in trained.values():
         if (lost := _lost(one, None)) is not None:
             guides[one.names[lost.decay.moment]] = lost.bound
-        elif "exp_avg" in one.names and (bound := bound_of(one.settings, one.state)) is not None:
+        elif "exp_avg" in one.names:
+            bound = bound_of(one.settings, one.state)
             guides[one.names["exp_avg"]] = SideInformation(bound=bound, is_uncorrected=True)
     return guides
 

@@ -217,7 +217,7 @@ def test_a_first_moment_that_is_not_finite_stays_lossless(tmp_path: Path) -> Non
 @pytest.mark.parametrize("dtype", ["F32", "BF16", "F16"])
 def test_steps_of_first_moments_follow_the_root_of_the_restored_second(tmp_path: Path, dtype: str) -> None:
     tensors = {n: v.astype(ARRAYS[dtype]) for n, v in state(scale=2.0**14).items()}
-    restored = save_and_load(tmp_path, tensors, second_step=1, first_step=4, first_dead_zone=0.1)
+    restored = save_and_load(tmp_path, tensors, second_step=1, first_step=0.25, first_dead_zone=0.1)
     rule = plan_of(tmp_path, FIRST).rules[0]
     assert rule == Magnitude(SECOND)
     second, first = (restored[n].astype(np.float64) for n in (SECOND, FIRST))
@@ -230,7 +230,7 @@ def test_steps_of_first_moments_follow_the_root_of_the_restored_second(tmp_path:
 
 def test_first_moments_in_the_dead_zone_are_zero_and_levels_are_means(tmp_path: Path) -> None:
     tensors = state()
-    restored = save_and_load(tmp_path, tensors, second_step=0.25, first_step=8, first_dead_zone=0.3)
+    restored = save_and_load(tmp_path, tensors, second_step=0.25, first_step=0.5, first_dead_zone=0.3)
     is_nonzero = restored[FIRST] != 0
     assert 0.05 < is_nonzero.mean() < 0.5
     assert (np.sign(restored[FIRST]) == np.sign(tensors[FIRST]))[is_nonzero].all()

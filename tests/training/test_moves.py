@@ -445,6 +445,19 @@ class Unknown(torch.optim.AdamW):
         del self.param_groups[0]["amsgrad"]
 
 
+class WithoutBetas(torch.optim.AdamW):
+    """Adam whose decay factors are not among its settings."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, 1e-3, weight_decay=0)
+        del self.param_groups[0]["betas"]
+
+    def step(self, closure: Any = None) -> None:
+        self.param_groups[0]["betas"] = (0.9, 0.999)
+        super().step(closure)
+        del self.param_groups[0]["betas"]
+
+
 class WithMasters(torch.optim.AdamW):
     """Adam that keeps a copy of each parameter, which it updates instead, in its state."""
 
@@ -481,8 +494,11 @@ def test_weights_stay_where_nothing_moves_them(
         assert note.startswith("2 tensors, first 'model.weight': ")
 
 
-def test_first_moments_of_unknown_optimizers_are_fine_and_within_their_bound(tmp_path: Path) -> None:
-    run = Run(WithMasters, size=128)
+@pytest.mark.parametrize("make", [WithMasters, WithoutBetas])
+def test_first_moments_of_unknown_optimizers_are_fine_and_within_their_bound(
+    tmp_path: Path, make: Make
+) -> None:
+    run = Run(make, size=128)
     with saved(tmp_path, run) as saver:
         exact = run.moments()[0].clone()
         saver.restore(65)
