@@ -169,7 +169,7 @@ class BudgetSearch:
         job = replace(
             state.job(state.weights, method),
             tensors={**state.weights.tensors, **(state.optimizer if "state" in bases else {})},
-            param_states=state.with_optimizers if "state" in bases else {},
+            param_states=state.all_with_optimizers if "state" in bases else {},
             base=base_ref(opened[0]) if opened else None,
             bases=remembering(stored),
         )
